@@ -7,7 +7,9 @@ import os
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
 
 from .spec import Variant
@@ -98,7 +100,9 @@ def _build(variant: Variant):
     import cupy
 
     start = time.perf_counter()
-    module = cupy.RawModule(code=source(variant.header), options=OPTIONS, name_expressions=(variant.expression,))
+    module = cupy.RawModule(
+        code=source(variant.header), options=OPTIONS, name_expressions=(variant.expression,)
+    )
     built = module.get_function(variant.expression)
     if variant.spec.shared_bytes > 0:
         built.max_dynamic_shared_size_bytes = variant.spec.shared_bytes
@@ -106,3 +110,77 @@ def _build(variant: Variant):
         about = f"{built.num_regs} registers, {built.local_size_bytes} bytes of local memory"
         print(f"{variant.expression}: {about}, {time.perf_counter() - start:.2f} s", file=sys.stderr)
     return built
+
+
+def compile_command(archs: list[str] | None, json: bool) -> int:
+    """Compile what the tables hold and print what the compiler says; return 1 after a spill or an error, else 0.
+
+    Without `archs`, the present GPU's kernels are built the way a call builds them, which fills CuPy's disk cache;
+    without a GPU, those of sm_80 and sm_90 are compiled.
+    """
+    from . import choose
+
+    device = None if archs else _present_capability()
+    if device:
+        archs = [f"sm_{device}"]
+    jobs = [
+        (variant, arch)
+        for arch in archs or ("sm_80", "sm_90")
+        for variant in choose.variants(_capability(arch))
+    ]
+    failed = False
+    columns = ("arch", "registers", "spill_bytes", "shared_bytes", "seconds", "kernel")
+    if not json:
+        print(("{:>8} " * 5 + "{}").format("arch", "regs", "spills", "shared", "seconds", "kernel"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (variant, arch), report in zip(
+            jobs, pool.map(lambda job: _report(*job, device is not None), jobs)
+        ):
+            if isinstance(report, str):
+                print(report, file=sys.stderr)
+                failed = True
+                continue
+            failed |= report.spill_bytes > 0
+            values = (
+                arch,
+                report.registers,
+                report.spill_bytes,
+                report.shared_bytes,
+                report.seconds,
+                variant.expression,
+            )
+            if json:
+                print(dumps(dict(zip(columns, values))), flush=True)
+            else:
+                print("{:>8} {:>8} {:>8} {:>8} {:>8.2f} {}".format(*values), flush=True)
+    return int(failed)
+
+
+def _capability(arch: str) -> int:
+    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if not match:
+        raise ValueError(f"arch must look like sm_80 or sm_90a, got {arch!r}")
+    return int(match[1])
+
+
+def _present_capability() -> int | None:
+    try:
+        import cupy
+
+        return int(cupy.cuda.Device().compute_capability)
+    except Exception:  # no CuPy, no driver or no GPU: all of them mean "compile offline"
+        return None
+
+
+def _report(variant: Variant, arch: str, present: bool) -> Report | str:
+    try:
+        if not present:
+            return compile_offline(variant, arch)
+        start = time.perf_counter()
+        built = _build(variant)
+        seconds = time.perf_counter() - start
+        return Report(
+            variant, arch, built.num_regs, built.local_size_bytes, variant.spec.shared_bytes, seconds, b""
+        )
+    except RuntimeError as error:
+        return str(error)

@@ -20,11 +20,27 @@ from .spec import Variant
 ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
 ROW_ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")], align=True)
 SIZES = np.dtype(
-    [(n, "i4") for n in ("batch", "heads_q", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v", "low", "high", "section")]
+    [
+        (n, "i4")
+        for n in (
+            "batch",
+            "heads_q",
+            "group",
+            "seqlen_q",
+            "seqlen_k",
+            "head_dim",
+            "head_dim_v",
+            "low",
+            "high",
+            "section",
+        )
+    ]
     + [("scale", "f4"), ("scale_log2", "f4"), ("negate", "i4")],
     align=True,
 )
-FORWARD_PARAMS = np.dtype([*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY), ("sizes", SIZES)], align=True)
+FORWARD_PARAMS = np.dtype(
+    [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY), ("sizes", SIZES)], align=True
+)
 BACKWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "dout", "out", "dq", "dk", "dv"))]
     + [*((n, ROW_ARRAY) for n in ("lse", "dlse", "delta"))]
@@ -52,10 +68,14 @@ class Launch:
     @classmethod
     def of(cls, variant: Variant, blocks: int, threads: int) -> Launch:
         if blocks >= 1 << 32:
-            raise ValueError(f"batch * heads * tiles = {blocks} exceeds the {1 << 32} blocks of a launch; split the batch")
+            raise ValueError(
+                f"batch * heads * tiles = {blocks} exceeds the {1 << 32} blocks of a launch; split the batch"
+            )
         x = min(blocks, MAX_GRID_X)
         device = cupy.cuda.runtime.getDevice()
-        return cls(compiler.kernel(variant, device), (x, -(-blocks // x)), (threads,), variant.spec.shared_bytes)
+        return cls(
+            compiler.kernel(variant, device), (x, -(-blocks // x)), (threads,), variant.spec.shared_bytes
+        )
 
     def __call__(self, params: np.ndarray) -> None:
         self.kernel(self.grid, self.block, (params,), shared_mem=self.shared_bytes)

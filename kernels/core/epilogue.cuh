@@ -10,7 +10,7 @@ template <class Out, class Target, int kCols>
 __device__ __forceinline__ void store_direct(const Accumulator<kCols>& acc, const Target& m, int row, int col) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int r = row + acc.row(half);
+    const int r = opaque(row + acc.row(half));
     if (r >= m.rows) continue;
     Out* target = reinterpret_cast<Out*>(m.data + r * m.stride);
 #pragma unroll

@@ -53,4 +53,17 @@ struct Accumulator {
   }
 };
 
+// A 16-bit A operand made of accumulators: the left factor that never was in shared memory.
+template <class T, int kCols, int kRowTiles>
+struct Rounded {
+  const Accumulator<kCols> (&x)[kRowTiles];
+  __device__ __forceinline__ void operator()(uint32 (&a)[4], int row_tile, int step) const {
+    x[row_tile].template operand<T>(a, step);
+  }
+};
+template <class T, int kCols, int kRowTiles>
+__device__ __forceinline__ Rounded<T, kCols, kRowTiles> rounded(const Accumulator<kCols> (&x)[kRowTiles]) {
+  return {x};
+}
+
 }  // namespace cupyflash

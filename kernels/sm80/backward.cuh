@@ -35,21 +35,16 @@ struct Statistics {
 };
 
 // Deterministic: the blocks of one head add to a query tile in the order of their keys.
-struct Turn {
-  uint32* counter;
-  uint32 mine;
-
-  __device__ __forceinline__ void wait() const {
-    if (threadIdx.x == 0)
-      while (load_acquire(counter) != mine) __nanosleep(64);
-    __syncthreads();
-  }
-  __device__ __forceinline__ void pass_on() const {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) add_release(counter, 1);
-  }
-};
+__device__ __forceinline__ void wait_for_turn(const uint32* counter, uint32 mine) {
+  if (threadIdx.x == 0)
+    while (load_acquire(counter) != mine) __nanosleep(64);
+  __syncthreads();
+}
+__device__ __forceinline__ void pass_turn_on(uint32* counter) {
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) add_release(counter, 1);
+}
 
 template <class T, BackwardSpec kSpec>
 __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) backward(const __grid_constant__ BackwardParams p) {
@@ -130,19 +125,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) backwar
     const int next_stage = kSpec.stages == 2 ? stage ^ 1 : 0;
     wait_copies<0>();
     __syncthreads();  // this tile has landed, and every warp is done with the previous one and with dS
-    typename Statistics<kBlockQ>::Row next_row;
-    if (remaining > 1) {
-      if constexpr (kSpec.stages == 2) load_queries(next_stage, next_head, next_tile);
-      next_row = Statistics<kBlockQ>::fetch(p, work.batch, next_head, next_tile * kBlockQ);
-    }
+    if (kSpec.stages == 2 && remaining > 1) load_queries(next_stage, next_head, next_tile);
     commit_copies();
 
     Accumulator<kScoreCols> prob[kScoreRows / 16];
 #pragma unroll
     for (int t = 0; t < kScoreRows / 16; ++t) prob[t].clear();
-    product<T, kDim / 16>(
-        prob, [&](uint32 (&a)[4], int t, int step) { k_tile.a(a, score_row + 16 * t, step); },
-        [&](uint32 (&b)[4], int step, int col) { q_tile(stage).b_transposed(b, step, score_col + col); });
+    product<T, kDim / 16>(prob, Left(k_tile, score_row), RightTransposed(q_tile(stage), score_col));
 
     const int first_query = tile * kBlockQ;
     if (first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last) {
@@ -164,9 +153,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) backwar
     Accumulator<kScoreCols> ds[kScoreRows / 16];
 #pragma unroll
     for (int t = 0; t < kScoreRows / 16; ++t) ds[t].clear();
-    product<T, kDimV / 16>(
-        ds, [&](uint32 (&a)[4], int t, int step) { v_tile.a(a, score_row + 16 * t, step); },
-        [&](uint32 (&b)[4], int step, int col) { dout_tile(stage).b_transposed(b, step, score_col + col); });
+    product<T, kDimV / 16>(ds, Left(v_tile, score_row), RightTransposed(dout_tile(stage), score_col));
 #pragma unroll
     for (int j = 0; j < kScoreCols / 8; ++j) {
       const float2 delta = statistics(stage).delta_of(score_col + 8 * j + prob[0].col());
@@ -178,32 +165,31 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) backwar
 #pragma unroll
     for (int t = 0; t < kScoreRows / 16; ++t) ds_tile.template store<T>(ds[t], score_row + 16 * t, score_col);
 
-    const auto dout_operand = [&](uint32 (&b)[4], int step, int col) { dout_tile(stage).b(b, step, grad_col_v + col); };
-    const auto q_operand = [&](uint32 (&b)[4], int step, int col) { q_tile(stage).b(b, step, grad_col + col); };
     if constexpr (kSpec.p_in_registers()) {
-      product<T, kBlockQ / 16>(dv, [&](uint32 (&a)[4], int t, int step) { prob[t].template operand<T>(a, step); }, dout_operand);
-      product<T, kBlockQ / 16>(dk, [&](uint32 (&a)[4], int t, int step) { ds[t].template operand<T>(a, step); }, q_operand);
+      product<T, kBlockQ / 16>(dv, rounded<T>(prob), Right(dout_tile(stage), grad_col_v));
+      product<T, kBlockQ / 16>(dk, rounded<T>(ds), Right(q_tile(stage), grad_col));
       __syncthreads();  // dS is complete
     } else {
 #pragma unroll
       for (int t = 0; t < kScoreRows / 16; ++t) p_tile.template store<T>(prob[t], score_row + 16 * t, score_col);
       __syncthreads();  // P and dS are complete
-      product<T, kBlockQ / 16>(dv, [&](uint32 (&a)[4], int t, int step) { p_tile.a(a, grad_row + 16 * t, step); }, dout_operand);
-      product<T, kBlockQ / 16>(dk, [&](uint32 (&a)[4], int t, int step) { ds_tile.a(a, grad_row + 16 * t, step); }, q_operand);
+      product<T, kBlockQ / 16>(dv, Left(p_tile, grad_row), Right(dout_tile(stage), grad_col_v));
+      product<T, kBlockQ / 16>(dk, Left(ds_tile, grad_row), Right(q_tile(stage), grad_col));
     }
-    if (remaining > 1 && kSpec.stages == 2) statistics(next_stage).put(next_row);
+    typename Statistics<kBlockQ>::Row next_row = {kInfinity, 0.f};  // on its way while dq is computed
+    if (remaining > 1) next_row = Statistics<kBlockQ>::fetch(p, work.batch, next_head, next_tile * kBlockQ);
 
     Accumulator<kDqCols> dq[kDqRows / 16];
 #pragma unroll
     for (int t = 0; t < kDqRows / 16; ++t) dq[t].clear();
-    product<T, kBlockK / 16>(
-        dq, [&](uint32 (&a)[4], int t, int step) { ds_tile.a_transposed(a, dq_row + 16 * t, step); },
-        [&](uint32 (&b)[4], int step, int col) { k_tile.b(b, step, dq_col + col); });
+    product<T, kBlockK / 16>(dq, LeftTransposed(ds_tile, dq_row), Right(k_tile, dq_col));
 
-    const Range rows = {first_query, min(first_query + kBlockQ, s.seqlen_q) - 1};
     const int64 pair = int64(work.batch) * s.heads_q + head;
-    const Turn turn = {p.turn + 1 + pair * q_tiles + tile, uint32(work.tile - keys_of_any(band, rows).first / kBlockK)};
-    if constexpr (kSpec.deterministic) turn.wait();
+    const auto turn = [&] { return p.turn + 1 + (int64(work.batch) * s.heads_q + opaque(head)) * q_tiles + opaque(tile); };
+    if constexpr (kSpec.deterministic) {
+      const Range rows = {first_query, min(first_query + kBlockQ, s.seqlen_q) - 1};
+      wait_for_turn(turn(), work.tile - keys_of_any(band, rows).first / kBlockK);
+    }
     const int q_blocks = (s.seqlen_q + 15) / 16;
 #pragma unroll
     for (int t = 0; t < kDqRows / 16; ++t) {
@@ -214,16 +200,14 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) backwar
         for (int j = 0; j < kDqCols / 8; ++j) reduce_add(target + 128 * j, dq[t].x[j]);
       }
     }
-    if constexpr (kSpec.deterministic) turn.pass_on();
+    if constexpr (kSpec.deterministic) pass_turn_on(turn());
 
     if constexpr (kSpec.stages == 1) {
       __syncthreads();  // every warp is done with the tile
-      if (remaining > 1) {
-        load_queries(0, next_head, next_tile);
-        statistics(0).put(next_row);
-      }
+      if (remaining > 1) load_queries(0, next_head, next_tile);
       commit_copies();
     }
+    statistics(next_stage).put(next_row);
     stage = next_stage, tile = next_tile, head = next_head;
   }
 

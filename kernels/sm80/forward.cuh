@@ -17,6 +17,25 @@ __device__ __forceinline__ void negate(QTile q) {
   for (int i = threadIdx.x; i < q.kBytes / 4; i += kThreads) store_shared(q.base + 4 * i, load_shared(q.base + 4 * i) ^ 0x80008000u);
 }
 
+template <int kRowTiles, int kSteps>
+struct InRegisters {  // a left operand read once
+  uint32 a[kSteps][kRowTiles][4];
+
+  template <class Source>
+  __device__ __forceinline__ void read(Source source) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) source(a[step][t], t, step);
+  }
+  __device__ __forceinline__ void operator()(uint32 (&r)[4], int row_tile, int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = a[step][row_tile][i];
+  }
+};
+template <int kRowTiles>
+struct InRegisters<kRowTiles, 0> {};
+
 template <class T, ForwardSpec kSpec>
 __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) forward(const __grid_constant__ ForwardParams p) {
   constexpr int kThreads = 32 * kSpec.warps, kRowTiles = kSpec.rows_per_warp() / 16;
@@ -63,14 +82,11 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) forward
     __syncthreads();
     negate<kThreads>(q_tile);
   }
-  uint32 q_operand[kSpec.q_in_registers ? kSteps : 1][kRowTiles][4];
+  InRegisters<kRowTiles, kSpec.q_in_registers ? kSteps : 0> q_operand;
   if constexpr (kSpec.q_in_registers) {
     wait_copies<0>();
     __syncthreads();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) q_tile.a(q_operand[step][t], warp_row + 16 * t, step);
+    q_operand.read(Left(q_tile, warp_row));
   }
 
   int stage = 0;
@@ -91,17 +107,11 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) forward
     Accumulator<kSpec.block_k> scores[kRowTiles];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) scores[t].clear();
-    product<T, kSteps>(
-        scores,
-        [&](uint32 (&a)[4], int t, int step) {
-          if constexpr (kSpec.q_in_registers) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) a[i] = q_operand[step][t][i];
-          } else {
-            q_tile.a(a, warp_row + 16 * t, step);
-          }
-        },
-        [&](uint32 (&b)[4], int step, int col) { k_tile(stage).b_transposed(b, step, col); });
+    const RightTransposed k_operand(k_tile(stage));
+    if constexpr (kSpec.q_in_registers)
+      product<T, kSteps>(scores, q_operand, k_operand);
+    else
+      product<T, kSteps>(scores, Left(q_tile, warp_row), k_operand);
 
     const int first_key = tile * kSpec.block_k;
     if (first_key < seen_by_all.first || first_key + kSpec.block_k - 1 > seen_by_all.last) {
@@ -117,9 +127,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) forward
       commit_copies();
     }
     softmax.update(scores, out, s.scale_log2);
-    product<T, kSpec.block_k / 16>(
-        out, [&](uint32 (&a)[4], int t, int step) { scores[t].template operand<T>(a, step); },
-        [&](uint32 (&b)[4], int step, int col) { v_tile(stage).b(b, step, col); });
+    product<T, kSpec.block_k / 16>(out, rounded<T>(scores), Right(v_tile(stage)));
     if constexpr (kSpec.stages == 2) stage ^= 1;
   }
 

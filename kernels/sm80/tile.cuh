@@ -42,27 +42,9 @@ struct Tile {
   __device__ __forceinline__ uint32 at(int row, int unit) const {
     return base + row * (kUnits * 16) + (unit / kPhases * kPhases + ((unit % kPhases) ^ phase(row))) * 16;
   }
-  // The same for row + lane_row and unit + lane_unit, where only the latter are unknown at compile time: row is a
-  // multiple of 8, and no bit is set in both unit and lane_unit. All but one XOR is folded into the instruction.
-  __device__ __forceinline__ uint32 at(int row, int lane_row, int unit, int lane_unit) const {
-    return (at(lane_row, lane_unit) ^ (unit % kPhases * 16)) + (row * kUnits + unit / kPhases * kPhases) * 16;
-  }
-
-  // Operands of mma.m16n8k16. A: 16 x 16 from (row, 16 * step), or from the tile's transpose.
-  // B: 16 (k) x 16 (n), as two operands of eight columns, from the tile or its transpose.
-  __device__ __forceinline__ void a(uint32 (&r)[4], int row, int step) const {
-    load_matrix(r, at(row, lane_index() % 16, 2 * step, lane_index() / 16));
-  }
-  __device__ __forceinline__ void a_transposed(uint32 (&r)[4], int row, int step) const {
-    const int lane = lane_index();
-    load_matrix_transposed(r, at(16 * step, lane % 8 + lane / 16 * 8, row / 8, lane / 8 % 2));
-  }
-  __device__ __forceinline__ void b(uint32 (&r)[4], int step, int col) const {
-    load_matrix_transposed(r, at(16 * step, lane_index() % 16, col / 8, lane_index() / 16));
-  }
-  __device__ __forceinline__ void b_transposed(uint32 (&r)[4], int step, int col) const {
-    const int lane = lane_index();
-    load_matrix(r, at(col, lane % 8 + lane / 16 * 8, 2 * step, lane / 8 % 2));
+  // From the address of (r, u) to that of (r + row, u + unit): row is a multiple of 8, and unit and u share no bit.
+  __device__ __forceinline__ static uint32 moved(uint32 address, int row, int unit) {
+    return (address ^ (unit % kPhases * 16)) + (row * kUnits + unit / kPhases * kPhases) * 16;
   }
 
   // Rounds an accumulator into rows `row` ... row + 15, columns from `col` on.
@@ -82,14 +64,15 @@ template <int kThreads, int kAccess, int kUnit = 0, int kRows, int kCols>
 __device__ __forceinline__ void load_tile(Tile<kRows, kCols> tile, const Matrix& m, int first) {
   constexpr int kRun = min_of(power_of_two_in(tile.kUnits - kUnit), 16), kPieces = kRun * 16 / kAccess;
   constexpr int kRowStep = kThreads / kPieces;
-  const int row = threadIdx.x / kPieces, byte = kUnit * 16 + threadIdx.x % kPieces * kAccess;
+  const int thread = opaque(int(threadIdx.x)), row = thread / kPieces, byte = kUnit * 16 + thread % kPieces * kAccess;
   const int limit = 2 * m.cols > byte ? m.rows - first - row : 0;
   const int64 step = kRowStep * m.stride;
   const char* source = m.data + (first + row) * m.stride + byte;
-#pragma unroll
+  constexpr int kUnroll = kAccess == 16 ? 64 : 1;  // narrow copies are for odd shapes: small code, quick to compile
+#pragma unroll kUnroll
   for (int i = 0; i < (kRows + kRowStep - 1) / kRowStep; ++i) {
     if (kRows % kRowStep != 0 && row + i * kRowStep >= kRows) break;
-    const uint32 target = kRowStep % 8 == 0 ? tile.at(i * kRowStep, row, 0, byte / 16) : tile.at(row + i * kRowStep, byte / 16);
+    const uint32 target = kRowStep % 8 == 0 ? tile.moved(tile.at(row, byte / 16), i * kRowStep, 0) : tile.at(row + i * kRowStep, byte / 16);
     copy_async<kAccess>(target + byte % 16, source, i * kRowStep < limit);
     source = opaque(source + step);
   }
@@ -111,22 +94,62 @@ __device__ __forceinline__ void store_tile(Tile<kRows, kCols> tile, const Matrix
   if constexpr (kUnit + kRun < tile.kUnits) store_tile<kThreads, kUnit + kRun>(tile, m, first);
 }
 
-// acc += a b over kSteps of 16; `a(fragment, row tile, step)` and `b(fragment, step, column)` fetch the operands.
-template <class T, int kSteps, int kRowTiles, int kCols, class A, class B>
-__device__ __forceinline__ void product(Accumulator<kCols> (&acc)[kRowTiles], A a, B b) {
+// Operands of mma.m16n8k16, read from a tile step by step. Each keeps the address of its lane at step 0; opaque, so
+// that the steps' addresses, one XOR away, are not kept in registers as well.
+template <class Tile>
+struct Left {  // rows from `row` on
+  uint32 lane;
+  __device__ __forceinline__ explicit Left(Tile tile, int row) : lane(opaque(tile.at(row + lane_index() % 16, lane_index() / 16))) {}
+  __device__ __forceinline__ void operator()(uint32 (&a)[4], int row_tile, int step) const {
+    load_matrix(a, Tile::moved(lane, 16 * row_tile, 2 * step));
+  }
+};
+template <class Tile>
+struct LeftTransposed {  // columns from `col` on become the rows
+  uint32 lane;
+  int col;
+  __device__ __forceinline__ explicit LeftTransposed(Tile tile, int col)
+      : lane(opaque(tile.at(lane_index() % 8 + lane_index() / 16 * 8, lane_index() / 8 % 2))), col(col) {}
+  __device__ __forceinline__ void operator()(uint32 (&a)[4], int row_tile, int step) const {
+    load_matrix_transposed(a, Tile::moved(lane, 16 * step, col / 8 + 2 * row_tile));
+  }
+};
+template <class Tile>
+struct Right {  // columns from `col` on, as two operands of eight columns
+  uint32 lane;
+  int col;
+  __device__ __forceinline__ explicit Right(Tile tile, int col = 0)
+      : lane(opaque(tile.at(lane_index() % 16, lane_index() / 16))), col(col) {}
+  __device__ __forceinline__ void operator()(uint32 (&b)[4], int step, int j) const {
+    load_matrix_transposed(b, Tile::moved(lane, 16 * step, col / 8 + 2 * j));
+  }
+};
+template <class Tile>
+struct RightTransposed {  // rows from `row` on become the columns
+  uint32 lane;
+  __device__ __forceinline__ explicit RightTransposed(Tile tile, int row = 0)
+      : lane(opaque(tile.at(row + lane_index() % 8 + lane_index() / 16 * 8, lane_index() / 8 % 2))) {}
+  __device__ __forceinline__ void operator()(uint32 (&b)[4], int step, int j) const {
+    load_matrix(b, Tile::moved(lane, 16 * j, 2 * step));
+  }
+};
+
+// acc += left right over kSteps of 16. left(a, t, step): 16 rows; right(b, step, j): 16 columns.
+template <class T, int kSteps, int kRowTiles, int kCols, class Left, class Right>
+__device__ __forceinline__ void product(Accumulator<kCols> (&acc)[kRowTiles], Left left, Right right) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    uint32 fa[kRowTiles][4];
+    uint32 a[kRowTiles][4];
 #pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) a(fa[t], t, step);
+    for (int t = 0; t < kRowTiles; ++t) left(a[t], t, step);
 #pragma unroll
     for (int j = 0; j < kCols / 16; ++j) {
-      uint32 fb[4];
-      b(fb, step, 16 * j);
+      uint32 b[4];
+      right(b, step, j);
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
-        multiply<T>(acc[t].x[2 * j], fa[t], fb[0], fb[1]);
-        multiply<T>(acc[t].x[2 * j + 1], fa[t], fb[2], fb[3]);
+        multiply<T>(acc[t].x[2 * j], a[t], b[0], b[1]);
+        multiply<T>(acc[t].x[2 * j + 1], a[t], b[2], b[3]);
       }
     }
   }
