@@ -1,4 +1,4 @@
-"""Wrong arguments: the error names the argument, what it got and what is allowed, and nothing else happens."""
+"""Wrong arguments: an error that names the argument, what it got and what is allowed, and nothing else."""
 
 import itertools
 import os
@@ -369,7 +369,7 @@ def test_overlap_within(make, overlaps):
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (1, 4), (4, 1), (3, 5), (5, 3), (4, 4)])
 def test_band(seqlen_q, seqlen_k):
-    """The band of every window is the mask of its definition, and a side is None just where it hides nothing."""
+    """The band of every window is the mask that defines it, and a side is None where it hides nothing."""
     q, k, _ = arrays((1, seqlen_q, 1, 8), (1, seqlen_k, 1, 8))
     i, j = np.ogrid[:seqlen_q, :seqlen_k]
     sides = [None, 0, 1, 2, 3, 4, 5, 6, 10**9, 2**31 - 1, 2**62]
