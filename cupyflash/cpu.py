@@ -1,0 +1,165 @@
+"""Backend for NumPy arrays: tiled attention whose memory grows with the length, not with its square.
+
+A tile is a block of keys times a block of queries, for a stack of heads at once, small enough for the
+cache; BLAS multiplies. The queries of the heads that share a key head lie side by side in one tile, so
+that a key is read once for all of them. Keys come first in a tile: its maximum and sum over the keys then
+run along whole rows of memory, which NumPy does several times faster than along the last axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .problem import Problem
+
+# The fastest of those measured: smaller tiles show Python's overhead, larger ones fall out of the cache.
+TILE_KEYS = 512
+TILE_ROWS = 256
+
+
+def forward(problem, q, k, v, out, lse):
+    """Write attention to `out`, and its log-sum-exp to `lse` unless that is `None`."""
+    with np.errstate(all="ignore"):
+        for stack in _stacks(problem):
+            keys, values = stack.fold(k), stack.fold(v)
+            for rows in stack.row_blocks():
+                tile_out, tile_lse = _forward_rows(stack, rows, stack.fold_queries(q, rows), keys, values)
+                stack.unfold(tile_out, out, rows)
+                if lse is not None:
+                    stack.unfold(tile_lse, _by_row(lse), rows)
+
+
+def _forward_rows(stack, rows, queries, keys, values):
+    """Attention of one block of queries, and its log-sum-exp, by online softmax."""
+    highest = np.full(queries.shape[:-1], -np.inf, queries.dtype)
+    total = np.zeros_like(highest)
+    weighted = np.zeros((*highest.shape, values.shape[-1]), queries.dtype)
+    for tile in stack.key_blocks(rows):
+        p = stack.logits(queries, keys, rows, tile)
+        previous, highest = highest, np.maximum(highest, p.max(axis=-2))
+        shift = np.where(highest == -np.inf, 0, highest)  # no key seen yet: -inf - 0 is -inf, not NaN
+        p -= shift[..., None, :]
+        np.exp(p, out=p)
+        rescale = np.exp(previous - shift)
+        total *= rescale
+        total += p.sum(axis=-2)
+        weighted *= rescale[..., None]
+        weighted += p.swapaxes(-1, -2) @ values[..., tile, :]
+    weighted /= np.where(total == 0, 1, total)[..., None]
+    return weighted, (highest + np.log(total))[..., None]
+
+
+def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
+    """Write the gradients to `dq`, `dk` and `dv`; the order of the sums never varies, `deterministic` or not."""
+    with np.errstate(all="ignore"):
+        for stack in _stacks(problem):
+            keys, values = stack.fold(k), stack.fold(v)
+            dkeys, dvalues = np.zeros_like(keys), np.zeros_like(values)
+            for rows in stack.row_blocks():
+                queries, douts = stack.fold_queries(q, rows), stack.fold(dout, rows)
+                row_lse = stack.fold(_by_row(lse), rows)[..., 0]
+                delta = (douts * stack.fold(out, rows)).sum(axis=-1)
+                if dlse is not None:
+                    delta -= stack.fold(_by_row(dlse), rows)[..., 0]
+                dqueries = _backward_rows(stack, rows, queries, keys, values, douts, row_lse, delta, dkeys, dvalues)
+                stack.unfold(dqueries, dq, rows)
+            stack.unfold(dkeys, dk)
+            stack.unfold(dvalues, dv)
+
+
+def _backward_rows(stack, rows, queries, keys, values, douts, lse, delta, dkeys, dvalues):
+    """Gradient of one block of queries; adds their part to the gradients of keys and values."""
+    dqueries = np.zeros_like(queries)
+    lse = np.where(lse == -np.inf, np.inf, lse)  # a row without keys: weights 0, not exp(-inf + inf)
+    for tile in stack.key_blocks(rows):
+        p = stack.logits(queries, keys, rows, tile)
+        p -= lse[..., None, :]
+        np.exp(p, out=p)
+        dvalues[..., tile, :] += p @ douts
+        ds = values[..., tile, :] @ douts.swapaxes(-1, -2)
+        ds -= delta[..., None, :]
+        ds *= p
+        dkeys[..., tile, :] += ds @ queries  # the queries are scaled already
+        dqueries += ds.swapaxes(-1, -2) @ keys[..., tile, :]
+    return dqueries * stack.dtype(stack.problem.scale)
+
+
+def _by_row(lse):
+    """`(batch, heads, seqlen)` with the axes of q: `(batch, seqlen, heads, 1)`."""
+    return lse.swapaxes(1, 2)[..., None]
+
+
+def _stacks(problem):
+    """Every range of batch and key heads; short sequences are stacked until they fill a tile."""
+    rows = max(1, min(problem.seqlen_q, TILE_ROWS // problem.group))
+    heads = TILE_ROWS * TILE_KEYS // (rows * problem.group * min(problem.seqlen_k, TILE_KEYS))
+    heads_k = max(1, min(problem.heads_k, heads))
+    batch = max(1, min(problem.batch, heads // heads_k))
+    for b in range(0, problem.batch, batch):
+        for h in range(0, problem.heads_k, heads_k):
+            yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """The heads that are worked on together, and the number of queries of a block."""
+
+    problem: Problem
+    batch: slice
+    heads_k: slice
+    rows: int
+
+    @property
+    def dtype(self):
+        """What is computed in: 16-bit inputs are widened."""
+        return np.float64 if self.problem.dtype == "float64" else np.float32
+
+    def row_blocks(self):
+        """The blocks of queries."""
+        return _blocks(0, self.problem.seqlen_q, self.rows)
+
+    def key_blocks(self, rows):
+        """The blocks of the keys that some query of `rows` sees."""
+        return _blocks(*self.problem.key_range(rows.start, rows.stop), TILE_KEYS)
+
+    def fold(self, x, rows=slice(None)):
+        """These heads of `(batch, seqlen, heads, width)`, as `(batch, heads_k, group * seqlen, width)`."""
+        x = np.ascontiguousarray(self._grouped(x, rows).transpose(0, 2, 3, 1, 4), self.dtype)
+        return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+    def fold_queries(self, q, rows):
+        """Folded and scaled."""
+        return self.fold(q, rows) * self.dtype(self.problem.scale)
+
+    def unfold(self, folded, x, rows=slice(None)):
+        """Write to `x` what `fold` would read from it."""
+        x = self._grouped(x, rows).transpose(0, 2, 3, 1, 4)
+        x[...] = folded.reshape(x.shape)
+
+    def _grouped(self, x, rows):
+        x = x[self.batch, rows]
+        return x.reshape(*x.shape[:2], self.problem.heads_k, -1, x.shape[-1])[:, :, self.heads_k]
+
+    def logits(self, queries, keys, rows, tile):
+        """Keys by queries of one tile, -inf where the key is hidden."""
+        logits = keys[..., tile, :] @ queries.swapaxes(-1, -2)
+        low, high = self.problem.unmasked_range(rows.start, rows.stop)
+        if tile.start < low or tile.stop > high:
+            by_head = logits.reshape(*logits.shape[:-1], -1, rows.stop - rows.start)
+            np.copyto(by_head, -np.inf, where=self._hidden(rows, tile)[:, None, :])
+        return logits
+
+    def _hidden(self, rows, tile):
+        ahead = np.arange(tile.start, tile.stop)[:, None] - np.arange(rows.start, rows.stop) - self.problem.diagonal
+        hidden = np.zeros(ahead.shape, bool)
+        if self.problem.right is not None:
+            hidden |= ahead > self.problem.right
+        if self.problem.left is not None:
+            hidden |= ahead < -self.problem.left
+        return hidden
+
+
+def _blocks(first, last, size):
+    return (slice(i, min(i + size, last)) for i in range(first, last, size))

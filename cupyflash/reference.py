@@ -1,0 +1,138 @@
+"""Standard attention in float64: the definition of right, on NumPy or CuPy arrays.
+
+Every matrix is formed in full, so memory grows with the square of the length. Results are float64.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import NamedTuple
+
+
+class AttentionGradients(NamedTuple):
+    """Gradients of the inputs of an attention call."""
+
+    dq: object
+    dk: object
+    dv: object
+
+
+def attention(q, k, v, /, *, causal=False, window=None, scale=None, return_lse=False):
+    """Standard attention in float64.
+
+    Takes the arguments of `cupyflash.attention`, except `out`.
+
+    Parameters
+    ----------
+    q, k, v : numpy.ndarray or cupy.ndarray
+        `(batch, seqlen, heads, head_dim)`, or the same without `batch`.
+    causal, window, scale, return_lse
+        As in `cupyflash.attention`.
+
+    Returns
+    -------
+    out : ndarray
+        `(batch, seqlen_q, heads_q, head_dim_v)`, float64. A row that sees no key is 0.
+    lse : ndarray
+        Only with `return_lse`: natural logarithm of the sum of the exponentials,
+        `(batch, heads_q, seqlen_q)`, float64. A row that sees no key is -inf.
+    """
+    xp = _namespace(q)
+    heads_k = k.shape[-2]
+    logits = _logits(xp, q, k, causal, window, scale)
+    no_key = xp.full((*logits.shape[:-1], 1), -math.inf)
+    highest = xp.concatenate([logits, no_key], axis=-1).max(axis=-1, keepdims=True)
+    highest = xp.where(highest == -math.inf, 0.0, highest)
+    weights = xp.exp(logits - highest)
+    total = weights.sum(axis=-1, keepdims=True)
+    empty = total == 0
+    p = weights / xp.where(empty, 1.0, total)
+    out = _join(xp, p @ _split(xp, v, heads_k))
+    if not return_lse:
+        return out
+    lse = xp.where(empty, -math.inf, highest + xp.log(xp.where(empty, 1.0, total)))
+    return out, lse.reshape(*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+
+def attention_backward(dout, q, k, v, out, lse, /, *, dlse=None, causal=False, window=None, scale=None):
+    """Gradients of standard attention in float64, from their formulas.
+
+    Takes the arguments of `cupyflash.attention_backward`, except `deterministic`.
+
+    Parameters
+    ----------
+    dout : numpy.ndarray or cupy.ndarray
+        Gradient of `out`.
+    q, k, v, causal, window, scale
+        As given to `attention`.
+    out, lse : ndarray
+        What `attention` returned for them.
+    dlse : ndarray, optional
+        Gradient of `lse`.
+
+    Returns
+    -------
+    AttentionGradients
+        `dq`, `dk` and `dv` in float64, shaped like `q`, `k` and `v`.
+    """
+    xp = _namespace(q)
+    heads_k = k.shape[-2]
+    scale = _scale(q, scale)
+    logits = _logits(xp, q, k, causal, window, scale)
+    dout, q, k, v, out = (_split(xp, x, heads_k) for x in (dout, q, k, v, out))
+    lse = lse.astype(xp.float64).reshape(*logits.shape[:-1], 1)
+    dlse = 0.0 if dlse is None else dlse.astype(xp.float64).reshape(lse.shape)
+
+    p = xp.where(lse == -math.inf, 0.0, xp.exp(logits - xp.where(lse == -math.inf, 0.0, lse)))
+    dp = dout @ v.swapaxes(-1, -2)
+    delta = (dout * out).sum(axis=-1, keepdims=True)
+    ds = p * (dp - delta + dlse)
+    dq = scale * ds @ k
+    dk = scale * ds.swapaxes(-1, -2) @ q
+    dv = p.swapaxes(-1, -2) @ dout
+    dk, dv = (x.sum(axis=-3, keepdims=True) for x in (dk, dv))  # over the query heads that share a key head
+    return AttentionGradients(*(_join(xp, x) for x in (dq, dk, dv)))
+
+
+def visible(xp, seqlen_q, seqlen_k, causal=False, window=None):
+    """Which keys each query sees: boolean, `(seqlen_q, seqlen_k)`."""
+    diagonal = 0 if causal == "upper_left" else seqlen_k - seqlen_q
+    left, right = (None, None) if window is None else window
+    ahead = xp.arange(seqlen_k) - (xp.arange(seqlen_q)[:, None] + diagonal)
+    seen = xp.ones((seqlen_q, seqlen_k), dtype=bool)
+    if causal:
+        seen &= ahead <= 0
+    if right is not None:
+        seen &= ahead <= min(right, seqlen_q + seqlen_k)
+    if left is not None:
+        seen &= ahead >= -min(left, seqlen_q + seqlen_k)
+    return seen
+
+
+def _namespace(x):
+    return sys.modules[type(x).__module__.partition(".")[0]]
+
+
+def _scale(q, scale):
+    return q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def _logits(xp, q, k, causal, window, scale):
+    """`(..., heads_k, group, seqlen_q, seqlen_k)`, -inf where the key is hidden."""
+    heads_k = k.shape[-2]
+    logits = _scale(q, scale) * (_split(xp, q, heads_k) @ _split(xp, k, heads_k).swapaxes(-1, -2))
+    return xp.where(visible(xp, q.shape[-3], k.shape[-3], causal, window), logits, -math.inf)
+
+
+def _split(xp, x, heads_k):
+    """`(..., seqlen, heads, width)` to `(..., heads_k, group, seqlen, width)`; the group of keys is 1."""
+    group = x.shape[-2] // max(1, heads_k)
+    x = x.astype(xp.float64).reshape(*x.shape[:-2], heads_k, group, x.shape[-1])
+    return xp.moveaxis(x, -4, -2)
+
+
+def _join(xp, x):
+    """The inverse of `_split`."""
+    x = xp.moveaxis(x, -2, -4)
+    return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
