@@ -13,8 +13,8 @@ from .encoder import Encoder
 from .inputs import HOW_TO_GET_IT, find_model, pretrained_inputs, random_inputs
 from .machine import best_machine
 
-WINDOWS_AT_ONCE = 16
-REFERENCE_SCORES = 1 << 24  # float64 scores in memory at once: 128 MB
+WINDOWS_AT_ONCE = 4
+REFERENCE_SCORES = 1 << 22  # float64 scores in memory at once: 32 MB
 
 
 def standard_attention(q, k, v):
@@ -32,14 +32,22 @@ class Errors:
     """Errors of a group of calls of attention, beside those that standard attention makes on the same inputs.
 
     A call may be off by twice what standard attention is off by, plus one rounding of the largest result.
+
+    Parameters
+    ----------
+    name : str
+        Of the group.
+    step : int
+        Every so many queries are checked. An odd number meets every row of a tile.
     """
 
-    def __init__(self, name):
-        self.name, self.calls = name, 0
+    def __init__(self, name, step=1):
+        self.name, self.step, self.calls = name, step, 0
         self.cupyflash = self.standard = self.of_limit = 0.0  # the largest of all calls; NaN stays
 
     def add(self, q, k, v, out):
         """Compare ``out`` with the float64 reference, a block of queries at a time so that long calls fit."""
+        q, out = q[:, :: self.step], out[:, :: self.step]
         ours = theirs = largest = 0.0
         rows = max(1, REFERENCE_SCORES // (q.shape[0] * q.shape[2] * k.shape[1]))
         for first in range(0, q.shape[1], rows):
@@ -59,7 +67,7 @@ class Errors:
 
     def report(self):
         numbers = {name: float(getattr(self, name)) for name in ("cupyflash", "standard", "of_limit")}
-        return {"name": self.name, "calls": self.calls, **numbers, "holds": self.hold}
+        return {"name": self.name, "calls": self.calls, "step": self.step, **numbers, "holds": self.hold}
 
 
 def run(backend=None):
@@ -104,7 +112,7 @@ def run(backend=None):
 
     ids, firsts = inputs.windows()
     say(f"embedding a text of {len(inputs.text)} tokens in {len(ids)} windows")
-    of_windows = Errors(f"{len(ids)} windows of {ids.shape[1]} tokens")
+    of_windows = Errors(f"{len(ids)} windows of {ids.shape[1]} tokens", step=7)
     blocks = [ids[first : first + WINDOWS_AT_ONCE] for first in range(0, len(ids), WINDOWS_AT_ONCE)]
     windows = np.concatenate([embed(block, of_windows) for block in blocks])
     question = None if inputs.question is None else embed([inputs.question], of_sentences)[0]

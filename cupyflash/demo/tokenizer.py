@@ -51,7 +51,7 @@ def split_words(text):
 def spaced_or_dropped(c):
     if c.isspace():
         return " "
-    if c == "\ufffd" or unicodedata.category(c)[0] == "C":
+    if c == "\ufffd" or unicodedata.category(c) in ("Cc", "Cf", "Co"):
         return ""
     return f" {c} " if is_ideograph(c) else c
 
