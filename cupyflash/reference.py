@@ -41,7 +41,8 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, return_lse=F
     xp = _namespace(q)
     heads_k = k.shape[-2]
     logits = _logits(xp, q, k, causal, window, scale)
-    highest = logits.max(axis=-1, keepdims=True, initial=-math.inf)
+    no_key = xp.full((*logits.shape[:-1], 1), -math.inf)
+    highest = xp.concatenate([logits, no_key], axis=-1).max(axis=-1, keepdims=True)
     highest = xp.where(highest == -math.inf, 0.0, highest)
     weights = xp.exp(logits - highest)
     total = weights.sum(axis=-1, keepdims=True)

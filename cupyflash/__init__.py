@@ -1,0 +1,16 @@
+"""Exact attention, forward and backward, on CUDA GPUs from Python, without a build."""
+
+from . import reference
+from .attention import AttentionGradients, attention, attention_backward
+from .merge import merge_attention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionGradients",
+    "__version__",
+    "attention",
+    "attention_backward",
+    "merge_attention",
+    "reference",
+]

@@ -1,0 +1,305 @@
+"""The public functions: adopt the arrays, describe the call, let a backend compute, give the results back."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from . import checks, interop
+from .problem import Problem
+from .reference import AttentionGradients
+
+_MAX_PLANS = 4096
+_plans: dict = {}  # signature of a call -> _Plan
+
+
+def attention(q, k, v, /, *, causal=False, window=None, scale=None, out=None, return_lse=False):
+    """Exact attention: ``softmax(scale * q @ k.T) @ v`` for each batch and head.
+
+    The logits are never stored: keys are read tile by tile and each query keeps a running maximum and sum
+    (online softmax [1]_, FlashAttention [2]_ [3]_), so memory grows with the length, not with its square.
+
+    Parameters
+    ----------
+    q : array, shape (batch, seqlen_q, heads_q, head_dim)
+        Queries. Arrays of NumPy, CuPy, PyTorch and JAX, and of any other library with DLPack and the array
+        API standard; all arrays of a call come from one library and lie on one device.
+        ``batch`` may be left out, for all arrays together.
+    k : array, shape (batch, seqlen_k, heads_k, head_dim)
+        Keys. ``heads_k`` divides ``heads_q``: query head ``h`` uses key head
+        ``h // (heads_q // heads_k)`` (grouped-query attention; ``heads_k = 1`` is multi-query attention).
+    v : array, shape (batch, seqlen_k, heads_k, head_dim_v)
+        Values. ``head_dim_v`` may differ from ``head_dim``.
+    causal : {False, True, "lower_right", "upper_left"}, default False
+        Hide the keys that come after a query. ``True`` is ``"lower_right"``: query i sees keys
+        ``j <= i + seqlen_k - seqlen_q``, so that the last query sees every key. ``"upper_left"``:
+        ``j <= i``, so that the first query sees the first key.
+    window : (left, right), optional
+        Hide the keys further than ``left`` before or ``right`` after the diagonal; both ends are inclusive,
+        ``None`` is unlimited and 0 is a bound like any other. The diagonal is
+        ``j = i + seqlen_k - seqlen_q``, or ``j = i`` with ``causal="upper_left"``. With ``causal``,
+        ``right`` is 0.
+    scale : float, default ``head_dim ** -0.5``
+        Factor of the logits, at most 1e38 in magnitude; it may be 0 or negative.
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v), optional
+        Where to write the result, with the dtype of ``q``, or float32 when that is float16 or bfloat16
+        (partial results to be merged by `merge_attention` then lose nothing). It must share no memory with
+        the inputs. Arrays of JAX and of other DLPack libraries are refused: they may be immutable.
+    return_lse : bool, default False
+        Return ``lse`` as well.
+
+    Returns
+    -------
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Of the library, device and dtype of ``q``; the very object given as ``out``, if any.
+    lse : array, shape (batch, heads_q, seqlen_q)
+        Only with ``return_lse``: natural logarithm of the sum of the exponentials of a row's logits, float32
+        (float64 for float64).
+
+    Raises
+    ------
+    TypeError
+        An argument is not an array, or the dtypes or the libraries differ, or an option has the wrong type.
+    ValueError
+        Shapes, devices or values do not fit together; a PyTorch tensor requires grad while grad mode is on;
+        ``out`` is read-only, overlaps itself or shares memory with an input; a CuPy array is misaligned.
+    NotImplementedError
+        float32 or float64 on the GPU.
+    ImportError
+        Arrays on a GPU without CuPy.
+
+    All of these come before anything is allocated, compiled, launched or written.
+
+    See Also
+    --------
+    attention_backward : The gradients.
+    merge_attention : Combine the results for parts of the keys.
+
+    Notes
+    -----
+    *Masks.* With ``causal`` a query sees the keys marked x; the queries go down, the keys go right::
+
+                         seqlen_q < seqlen_k        seqlen_q > seqlen_k
+
+        "lower_right"         x x x .                     . .
+        (True)                x x x x                     . .
+                                                          x .
+                                                          x x
+
+        "upper_left"          x . . .                     x .
+                              x x . .                     x x
+                                                          x x
+                                                          x x
+
+    A query that sees no key has ``out = 0`` and ``lse = -inf``, and so have all queries without any key.
+
+    *NaN and infinity.* NaN in a query makes its own row NaN and no other. Work is done in tiles of
+    neighbouring queries and keys, and tiles in which no query sees a key are skipped: NaN or infinity in
+    their keys and values never reaches the result. From a tile that is computed, it may also reach queries
+    of the tile that do not see that key: their weight is 0, and 0 times NaN is NaN.
+
+    *Dtypes.* float16, bfloat16 (`ml_dtypes.bfloat16`), float32 and float64 on the host, float16 and bfloat16
+    on the GPU, all arrays alike: nothing is cast silently. Sums and statistics are float32 (float64 for
+    float64). On the GPU, ``head_dim`` and ``head_dim_v`` are 1 to 256, and the kernels are compiled with
+    ``-ftz=true``: denormal float32 numbers, and with them denormal bfloat16 numbers, are taken as 0.
+    Denormal float16 numbers are kept. ``seqlen_q + seqlen_k`` is less than 2**30.
+
+    *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
+    (and such an ``out`` written through a copy); nothing else is. Results for JAX on the host are copied
+    where JAX wants another alignment.
+
+    *Devices and streams.* The call runs on the device of the arrays, which need not be the current one: on
+    CuPy's current stream of that device, for PyTorch on PyTorch's. It returns before the GPU is done, except
+    for JAX and other DLPack libraries: their allocators could use the memory of an input again, so the call
+    waits. Once it ran, a call with the same shapes and options can be captured in a CUDA graph.
+
+    References
+    ----------
+    .. [1] M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
+    .. [2] T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness",
+       arXiv:2205.14135.
+    .. [3] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
+       arXiv:2307.08691.
+
+    Examples
+    --------
+    Equal keys share the weight equally, so that out is the mean of the values that a query sees:
+
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> q = np.zeros((1, 3, 1, 8), np.float32)  # batch, seqlen, heads, head_dim
+    >>> v = np.arange(3, dtype=np.float32).reshape(1, 3, 1, 1)
+    >>> out, lse = cupyflash.attention(q, q, v, causal=True, return_lse=True)
+    >>> out.ravel()
+    array([0. , 0.5, 1. ], dtype=float32)
+    >>> np.exp(lse).round(3)
+    array([[[1., 2., 3.]]], dtype=float32)
+    """
+    options = checks.options(causal, window, scale)
+    checks.flag("return_lse", return_lse)
+    arrays = {"q": q, "k": k, "v": v}
+    if out is not None:
+        arrays["out"] = out
+    home = interop.home(arrays)
+    with home.scope():
+        views = home.views(arrays)
+        plan = _plan(_plan_forward, home.gpu, options, views)
+        if out is None:
+            out, views["out"] = home.empty(*plan.results["out"])
+        else:
+            checks.result_memory(home, **views)
+        lse = views["lse"] = None
+        if return_lse:
+            lse, views["lse"] = home.empty(*plan.results["lse"])
+        if plan.empty:
+            _fill({"out": 0, "lse": -math.inf}, views)
+        else:
+            out_view = views["out"]
+            _gather(home, plan, views)
+            home.backend.forward(plan.problem, *_batched(plan, views))
+            if views["out"] is not out_view:
+                out_view[...] = views["out"]
+        return (home.give(out), home.give(lse)) if return_lse else home.give(out)
+
+
+def attention_backward(
+    dout, q, k, v, out, lse, /, *, dlse=None, causal=False, window=None, scale=None, deterministic=False
+):
+    """Gradients of `attention` with respect to ``q``, ``k`` and ``v``.
+
+    The attention weights are computed again from ``lse``, tile by tile (FlashAttention-2 [1]_), so memory
+    grows with the length, not with its square. With ``p = exp(scale * q @ k.T - lse)``:
+
+    * ``dv = p.T @ dout``
+    * ``ds = p * (dout @ v.T - sum(dout * out, axis=-1) + dlse)``
+    * ``dq = scale * ds @ k`` and ``dk = scale * ds.T @ q``
+
+    where ``dk`` and ``dv`` are summed over the query heads that share a key head, in float32.
+
+    Parameters
+    ----------
+    dout : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        Gradient of ``out``, with the dtype of ``q``.
+    q, k, v : array
+        As given to `attention`.
+    out : array, shape (batch, seqlen_q, heads_q, head_dim_v)
+        As `attention` returned it.
+    lse : array, shape (batch, heads_q, seqlen_q)
+        As `attention` returned it with ``return_lse=True``.
+    dlse : array, shape (batch, heads_q, seqlen_q), optional
+        Gradient of ``lse``, with the dtype of ``lse``; 0 when left out.
+    causal, window, scale
+        As given to `attention`.
+    deterministic : bool, default False
+        Add everything in a fixed order, so that the same call always gives the same bits; slower on a GPU.
+
+    Returns
+    -------
+    AttentionGradients
+        Named tuple of ``dq``, ``dk`` and ``dv``: arrays with shape and dtype of ``q``, ``k`` and ``v``, of
+        their library. Gradients of a query that sees no key, and of a key that no query sees, are 0.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError, ImportError
+        As `attention`.
+
+    See Also
+    --------
+    attention : The forward call; its notes hold here as well.
+
+    References
+    ----------
+    .. [1] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
+       arXiv:2307.08691.
+
+    Examples
+    --------
+    One key has the weight 1 whatever it is, so that only its value has a gradient:
+
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> q, k, v = np.ones((3, 1, 1, 1, 4), np.float32)
+    >>> out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    >>> grads = cupyflash.attention_backward(np.full_like(out, 2), q, k, v, out, lse)
+    >>> [x.ravel().tolist() for x in grads]
+    [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]]
+    """
+    options = checks.options(causal, window, scale)
+    checks.flag("deterministic", deterministic)
+    arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if dlse is not None:
+        arrays["dlse"] = dlse
+    home = interop.home(arrays)
+    with home.scope():
+        views = home.views(arrays)
+        plan = _plan(_plan_backward, home.gpu, options, views)
+        views.setdefault("dlse")
+        grads = []
+        for name, (shape, dtype) in plan.results.items():
+            grad, views[name] = home.empty(shape, dtype)
+            grads.append(grad)
+        if plan.empty:
+            _fill({"dq": 0, "dk": 0, "dv": 0}, views)
+        else:
+            _gather(home, plan, views)
+            home.backend.backward(plan.problem, *_batched(plan, views), bool(deterministic))
+        return AttentionGradients(*map(home.give, grads))
+
+
+class _Plan(NamedTuple):
+    """What the layout of the arrays and the options decide; calls that look alike share it."""
+
+    problem: Problem
+    empty: bool
+    batched: bool  # four axes; the backends know no other number
+    scattered: list  # names of the arrays whose rows, which the kernels read as a whole, are not contiguous
+    results: dict  # name -> (shape, dtype)
+
+
+def _plan(make, gpu, options, views):
+    """Plan of a call, checked and made by `make` when none that looks alike came before."""
+    signature = (make, gpu, options, *[(x.shape, x.strides, x.dtype) for x in views.values()])
+    plan = _plans.get(signature)
+    if plan is None:
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        plan = _plans[signature] = make(gpu, options, views)
+    return plan
+
+
+def _plan_forward(gpu, options, views):
+    problem = checks.forward(gpu, options, **views)
+    *batch, seqlen_q, heads_q, _ = views["q"].shape
+    results = {
+        "out": ((*batch, seqlen_q, heads_q, problem.head_dim_v), views["q"].dtype),
+        "lse": ((*batch, heads_q, seqlen_q), checks.lse_dtype(problem.dtype)),
+    }
+    return _Plan(problem, problem.empty, bool(batch), _scattered(gpu, views), results)
+
+
+def _plan_backward(gpu, options, views):
+    problem = checks.backward(gpu, options, **views)
+    results = {f"d{name}": (views[name].shape, views[name].dtype) for name in "qkv"}
+    return _Plan(problem, problem.empty, views["q"].ndim == 4, _scattered(gpu, views), results)
+
+
+def _scattered(gpu, views):
+    rows = {name: x for name, x in views.items() if gpu and "lse" not in name}
+    return [name for name, x in rows.items() if x.shape[-1] > 1 and x.strides[-1] != x.itemsize]
+
+
+def _gather(home, plan, views):
+    for name in plan.scattered:
+        views[name] = home.xp.ascontiguousarray(views[name])
+
+
+def _batched(plan, views):
+    arrays = views.values()
+    return arrays if plan.batched else [x if x is None else x[None] for x in arrays]
+
+
+def _fill(values, views):
+    for name, value in values.items():
+        if views[name] is not None:
+            views[name].fill(value)

@@ -1,0 +1,267 @@
+"""Every check of arguments: what passes here, a backend can compute.
+
+Messages name the argument, what it got and what is allowed. Nothing here reads or writes an element.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from .problem import Problem
+
+DTYPES = {np.dtype(t): t.__name__ for t in (np.float16, bfloat16, np.float32, np.float64)}
+GPU_DTYPES = ("float16", "bfloat16")
+GPU_HEAD_DIM = 256
+CORNERS = ("lower_right", "upper_left")
+MAX_SEQLENS = 2**30  # sums of two positions and a window side stay within 32 bits in the kernels
+MAX_SCALE = 1e38  # times log2(e), it is still finite in float32
+
+
+class Options(NamedTuple):
+    """Options of a call that are valid for some shape."""
+
+    corner: str = "lower_right"  # of the logits, where the diagonal ends or starts
+    left: int | None = None
+    right: int | None = None
+    scale: float | None = None
+
+
+_NO_OPTIONS = Options()
+
+
+def type_name(x) -> str:
+    """Type of `x`, with the module it comes from."""
+    return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+
+
+def options(causal, window, scale) -> Options:
+    """Options in one spelling: `causal=True` is the lower right corner and no key to the right."""
+    if causal is False and window is None and scale is None:
+        return _NO_OPTIONS
+    corner = _corner(causal)
+    left, right = (None, None) if window is None else _window(window)
+    if corner is not None:
+        right = 0
+    return Options(corner or "lower_right", left, right, None if scale is None else _scale(scale))
+
+
+def _corner(causal):
+    if isinstance(causal, (bool, np.bool_)):
+        return CORNERS[0] if causal else None
+    allowed = "allowed: False, True, 'lower_right', 'upper_left'"
+    if not isinstance(causal, str):
+        raise TypeError(f"causal is {causal!r} ({type_name(causal)}); {allowed}")
+    if causal not in CORNERS:
+        raise ValueError(f"causal is {causal!r}; {allowed}")
+    return causal
+
+
+def _window(window):
+    allowed = "allowed: None or (left, right), each a non-negative integer or None"
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window is {window!r} ({type_name(window)}); {allowed}")
+    if len(window) != 2:
+        raise ValueError(f"window has {len(window)} items; {allowed}")
+    for side, bound in zip(("left", "right"), window, strict=True):
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, Integral)):
+            raise TypeError(f"window {side} is {bound!r} ({type_name(bound)}); {allowed}")
+        if bound is not None and bound < 0:
+            raise ValueError(f"window {side} is {bound}; {allowed}: use None for unlimited")
+    return (None if bound is None else int(bound) for bound in window)
+
+
+def _scale(scale):
+    allowed = f"allowed: None or a finite real number of at most {MAX_SCALE:g} in magnitude"
+    if isinstance(scale, bool) or not isinstance(scale, Real):
+        raise TypeError(f"scale is {scale!r} ({type_name(scale)}); {allowed}")
+    if not abs(scale) <= MAX_SCALE:
+        raise ValueError(f"scale is {scale!r}; {allowed}")
+    return float(scale)
+
+
+def flag(name, value):
+    """Check a switch."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {value!r} ({type_name(value)}); allowed: False, True")
+
+
+def forward(gpu, options, *, q, k, v, out=None) -> Problem:
+    """Problem of a forward call of NumPy arrays, or of CuPy arrays when `gpu`."""
+    problem = _problem(gpu, options, q=q, k=k, v=v)
+    if out is not None:
+        _check_out(problem, q, out)
+        if _overlaps_itself(out):
+            raise ValueError(
+                f"out has shape {out.shape} and strides {out.strides}: its elements overlap or interleave;"
+                " allowed: each element in memory of its own"
+            )
+    return problem
+
+
+def backward(gpu, options, *, dout, q, k, v, out, lse, dlse=None) -> Problem:
+    """Problem of a backward call of NumPy arrays, or of CuPy arrays when `gpu`."""
+    problem = _problem(gpu, options, q=q, k=k, v=v, dout=dout)
+    _check_out(problem, q, out)
+    _check_shape("dout", dout, out.shape, "that of out")
+    for name, x in (("lse", lse), ("dlse", dlse)):
+        if x is not None:
+            _check_lse(problem.dtype, name, x, (*q.shape[:-3], problem.heads_q, problem.seqlen_q))
+    return problem
+
+
+def _problem(gpu, options, *, q, k, v, **more):
+    arrays = {"q": q, "k": k, "v": v, **more}
+    _check_dtypes(arrays)
+    dtype = DTYPES[q.dtype]
+    if gpu and dtype not in GPU_DTYPES:
+        raise NotImplementedError(
+            f"q has dtype {dtype}; allowed on the GPU: {', '.join(GPU_DTYPES)}; "
+            f"on the host, as NumPy arrays: {', '.join(DTYPES.values())}"
+        )
+    _check_axes(arrays)
+    *batch, seqlen_q, heads_q, head_dim = q.shape
+    seqlen_k, heads_k, head_dim_v = v.shape[-3:]
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"k has shape {k.shape} and v has shape {v.shape}; allowed: equal but for the last axis"
+        )
+    if q.shape[:-3] != k.shape[:-3]:
+        raise ValueError(f"q has shape {q.shape} and k has shape {k.shape}; allowed: the same batch, axis 0")
+    if k.shape[-1] != head_dim:
+        raise ValueError(f"q has shape {q.shape} and k has shape {k.shape}; allowed: the same last axis")
+    for name, width in (("q", head_dim), ("v", v.shape[-1])):
+        if width == 0 or (gpu and width > GPU_HEAD_DIM):
+            limit = f"1 to {GPU_HEAD_DIM} on the GPU" if gpu else "1 or more"
+            raise ValueError(f"{name} has head_dim {width}; allowed: {limit}")
+    if heads_q and (heads_k == 0 or heads_q % heads_k):
+        raise ValueError(f"q has {heads_q} heads and k has {heads_k}; allowed: a multiple of the heads of k")
+    if seqlen_q + seqlen_k >= MAX_SEQLENS:
+        raise ValueError(
+            f"q has seqlen {seqlen_q} and k has seqlen {seqlen_k}; allowed: less than {MAX_SEQLENS} together"
+        )
+    return Problem(
+        dtype,
+        *(batch or [1]),
+        seqlen_q,
+        seqlen_k,
+        heads_q,
+        heads_k,
+        head_dim,
+        head_dim_v,
+        head_dim**-0.5 if options.scale is None else options.scale,
+        *_band(options, seqlen_q, seqlen_k),
+    )
+
+
+def _band(options, seqlen_q, seqlen_k):
+    """Diagonal, left and right of the band of visible keys; `None` for a side that hides no key."""
+    diagonal = 0 if options.corner == "upper_left" else seqlen_k - seqlen_q
+    left, right = options.left, options.right
+    if left is not None and left >= seqlen_q - 1 + diagonal:  # the last query sees key 0
+        left = None
+    if right is not None and right >= seqlen_k - 1 - diagonal:  # the first query sees the last key
+        right = None
+    return (0 if left is right is None else diagonal), left, right
+
+
+def parts(outs, lses, dtype) -> np.dtype:
+    """Dtype of the merged result of partial results of NumPy or CuPy arrays."""
+    arrays = {f"out of part {i}": out for i, out in enumerate(outs)}
+    _check_dtypes(arrays)
+    _check_axes(arrays)
+    first = outs[0]
+    for name, out in arrays.items():
+        _check_shape(name, out, first.shape, "that of the first part")
+    for i, lse in enumerate(lses):
+        shape = (*first.shape[:-3], first.shape[-2], first.shape[-3])
+        _check_lse(DTYPES[first.dtype], f"lse of part {i}", lse, shape)
+    return first.dtype if dtype is None else _result_dtype(dtype)
+
+
+def _result_dtype(dtype):
+    allowed = f"allowed: None, {', '.join(DTYPES.values())}"
+    try:
+        dtype = np.dtype(str(dtype).removeprefix("torch.") if type_name(dtype) == "torch.dtype" else dtype)
+    except (TypeError, ValueError):
+        raise TypeError(f"dtype is {dtype!r}; {allowed}") from None
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype is {dtype}; {allowed}")
+    return dtype
+
+
+def lse_dtype(dtype: str) -> np.dtype:
+    """Dtype of lse, and of the arithmetic, for inputs of `dtype`."""
+    return np.dtype(np.float64 if dtype == "float64" else np.float32)
+
+
+def result_memory(home, out, **inputs):
+    """Check that `out` can be written and shares no memory with the inputs; no layout tells that."""
+    if not home.writable or (isinstance(out, np.ndarray) and not out.flags.writeable):
+        raise ValueError(f"out is a read-only array in {home}; allowed: an array that can be written")
+    for name, x in inputs.items():
+        if _shares_memory(out, x):
+            raise ValueError(f"out shares memory with {name}; allowed: memory of its own")
+
+
+def _check_dtypes(arrays):
+    if len({x.dtype for x in arrays.values()}) > 1 or next(iter(arrays.values())).dtype not in DTYPES:
+        got = ", ".join(f"{name} has dtype {x.dtype}" for name, x in arrays.items())
+        raise TypeError(f"{got}; allowed: {', '.join(DTYPES.values())}, the same for all")
+
+
+def _check_axes(arrays):
+    first = next(iter(arrays.values()))
+    if first.ndim not in (3, 4) or any(x.ndim != first.ndim for x in arrays.values()):
+        got = ", ".join(f"{name} has shape {x.shape}" for name, x in arrays.items())
+        raise ValueError(
+            f"{got}; allowed: (batch, seqlen, heads, head_dim) for all, or (seqlen, heads, head_dim) for all"
+        )
+
+
+def _check_shape(name, x, shape, whose):
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {x.shape}; allowed: {shape}, {whose}")
+
+
+def _check_out(problem, q, out):
+    allowed = {q.dtype, lse_dtype(problem.dtype)}
+    if out.dtype not in allowed:
+        names = " or ".join(name for dtype, name in DTYPES.items() if dtype in allowed)
+        raise TypeError(f"out has dtype {out.dtype}; allowed: {names} where q has dtype {problem.dtype}")
+    _check_shape("out", out, (*q.shape[:-1], problem.head_dim_v), "that of q with the head_dim of v")
+
+
+def _check_lse(dtype, name, lse, shape):
+    if lse.dtype != lse_dtype(dtype):
+        raise TypeError(f"{name} has dtype {lse.dtype}; allowed: {lse_dtype(dtype)} for dtype {dtype}")
+    _check_shape(name, lse, shape, "([batch,] heads_q, seqlen_q)")
+
+
+def _overlaps_itself(x):
+    """Whether two elements may share memory: each stride must step over all that smaller strides reach."""
+    reach = x.itemsize
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(x.strides, x.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return x.size > 0
+        reach += (size - 1) * stride
+    return False
+
+
+def _shares_memory(a, b):
+    if a.size == 0 or b.size == 0:
+        return False
+    return np.shares_memory(_addresses(a), _addresses(b))
+
+
+def _addresses(x):
+    """A NumPy array at the addresses of `x`, which may be on a GPU: never read."""
+    if isinstance(x, np.ndarray):
+        return x
+    interface = {"version": 3, "typestr": f"|V{x.itemsize}", "data": (x.data.ptr, True)}
+    interface |= {"shape": x.shape, "strides": x.strides}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -1,0 +1,281 @@
+"""Arrays in and out: NumPy, CuPy, PyTorch, JAX and other DLPack exporters, without a copy.
+
+A *home* is one library on one device. It shows the library's arrays as NumPy or CuPy arrays, which the
+backends read and write, and makes the results arrays of the library again. A library is looked for only
+when an array of it is at hand; none is imported for any other reason.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
+from importlib import import_module
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from .checks import DTYPES, type_name
+
+_HOST, _CUDA = (1, 3), (2, 13)  # DLPack device types: CPU, pinned memory; CUDA, managed memory
+_ALLOWED = "allowed: arrays of NumPy, CuPy, PyTorch, JAX or with __dlpack__, of one library on one device"
+
+
+def home(arrays: dict):
+    """Home that all arrays, given by name, share."""
+    homes = [(_FINDERS.get(type(x)) or _learn(name, x))(name, x) for name, x in arrays.items()]
+    if homes.count(homes[0]) != len(homes):
+        got = ", ".join(f"{name} is in {where}" for name, where in zip(arrays, homes, strict=True))
+        same_library = len({where.library for where in homes}) == 1
+        raise (ValueError if same_library else TypeError)(f"{got}; {_ALLOWED}")
+    return homes[0]
+
+
+class Home:
+    """NumPy arrays; base of the others."""
+
+    library = "NumPy"
+    writable = True  # whether arrays of the library may be written, as out= needs
+
+    def __init__(self, gpu=None):
+        self.gpu = gpu is not None
+        self.index = gpu
+
+    def __repr__(self):
+        return f"{self.library} on " + (f"GPU {self.index}" if self.gpu else "the host")
+
+    @cached_property
+    def xp(self):
+        """Module of the views: numpy or cupy."""
+        return _cupy() if self.gpu else np
+
+    @cached_property
+    def backend(self):
+        """Module that computes."""
+        return import_module("cupyflash.launch" if self.gpu else "cupyflash.cpu")
+
+    def scope(self):
+        """Context of a call: its device and stream are the current ones of CuPy."""
+        return _NO_SCOPE
+
+    def views(self, arrays):
+        """The same memory as NumPy or CuPy arrays, by name."""
+        return arrays
+
+    def empty(self, shape, dtype):
+        """An array of the library without contents, and its view."""
+        x = self.xp.ndarray(shape, dtype)
+        return x, x
+
+    def give(self, x):
+        """What `empty` made, as the caller is to get it."""
+        return x
+
+
+class CuPy(Home):
+    """On CuPy's current stream of the arrays' device, which need not be the current device."""
+
+    library = "CuPy"
+
+    def scope(self):
+        cuda = self.xp.cuda
+        return _NO_SCOPE if cuda.runtime.getDevice() == self.index else cuda.Device(self.index)
+
+    def views(self, arrays):
+        for name, x in arrays.items():
+            if x.data.ptr % x.itemsize:
+                raise ValueError(f"{name} is at address {x.data.ptr:#x}; allowed: multiples of {x.itemsize}")
+        return arrays
+
+
+class PyTorch(Home):
+    """On PyTorch's current stream; results come from PyTorch's allocator, so that it may free them early."""
+
+    library = "PyTorch"
+
+    def __init__(self, gpu=None):
+        super().__init__(gpu)
+        self.torch = torch = sys.modules["torch"]
+        self.dtypes = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
+        self.torch_dtypes = {ours: theirs for theirs, ours in self.dtypes.items()}
+        self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+
+    def scope(self):
+        return self._stream_scope() if self.gpu else _NO_SCOPE
+
+    @contextmanager
+    def _stream_scope(self):
+        stream = _Stream(self.torch.cuda.current_stream(self.device).cuda_stream)
+        with self.xp.cuda.Device(self.index), self.xp.cuda.Stream.from_external(stream):
+            yield
+
+    def views(self, arrays):
+        return {name: self._checked_view(name, x) for name, x in arrays.items()}
+
+    def _checked_view(self, name, x):
+        if x.requires_grad and self.torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires grad, but no gradient flows through this call; allowed: {name}.detach() or "
+                "torch.no_grad(); cupyflash.attention_backward computes the gradients"
+            )
+        if x.layout is not self.torch.strided or x.is_conj() or x.is_neg():
+            raise ValueError(
+                f"{name} has layout {x.layout}, is_conj() {x.is_conj()} and is_neg() {x.is_neg()}; allowed: "
+                f"torch.strided, without conjugate or negative bit ({name}.resolve_conj().resolve_neg())"
+            )
+        dtype = self.dtypes.get(x.dtype)
+        if dtype is None:
+            raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, self.dtypes))}")
+        return self._view(x.detach(), dtype)
+
+    def _view(self, x, dtype):
+        if not self.gpu:
+            return x.view(self.torch.int16).numpy().view(dtype) if dtype == bfloat16 else x.numpy()
+        memory = self.xp.cuda.UnownedMemory(x.data_ptr(), x.nbytes, x, self.index)
+        strides = [stride * dtype.itemsize for stride in x.stride()]
+        return self.xp.ndarray(x.shape, dtype, self.xp.cuda.MemoryPointer(memory, 0), strides)
+
+    def empty(self, shape, dtype):
+        x = self.torch.empty(shape, dtype=self.torch_dtypes[dtype], device=self.device)
+        return x, self._view(x, dtype)
+
+
+class _Stream:
+    """A stream of another library, by the CUDA stream protocol."""
+
+    def __init__(self, pointer):
+        self.pointer = pointer or 1  # both are the legacy default stream, but CuPy may take 0 for another
+
+    def __cuda_stream__(self):
+        return 0, self.pointer
+
+
+class _Guest(Home):
+    """A library whose arrays may be immutable, and whose allocator does not know CuPy's streams.
+
+    It may use the memory of an input again as soon as the caller drops it, so a call waits for its results.
+    """
+
+    writable = False
+
+    def scope(self):
+        return self._waiting_scope() if self.gpu else _NO_SCOPE
+
+    @contextmanager
+    def _waiting_scope(self):
+        with self.xp.cuda.Device(self.index):
+            yield
+            self.xp.cuda.get_current_stream().synchronize()
+
+
+class JAX(_Guest):
+    """One device of JAX, outside of `jax.jit`."""
+
+    library = "JAX"
+
+    def __init__(self, gpu, device):
+        super().__init__(gpu)
+        self.device = device
+
+    def views(self, arrays):
+        view = self.xp.from_dlpack if self.gpu else np.asarray  # from_dlpack of NumPy knows no bfloat16
+        return {name: view(x) for name, x in arrays.items()}
+
+    def give(self, x):
+        jax = sys.modules["jax"]
+        return jax.dlpack.from_dlpack(x) if self.gpu else jax.device_put(x, self.device, may_alias=True)
+
+
+class DLPack(_Guest):
+    """Any other library with DLPack and the array API standard."""
+
+    def __init__(self, gpu, library, namespace):
+        super().__init__(gpu)
+        self.library = library
+        self.namespace = namespace
+
+    def views(self, arrays):
+        return {name: self._view(name, x) for name, x in arrays.items()}
+
+    def _view(self, name, x):
+        try:
+            return self.xp.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
+            message = f"{name} is a {type_name(x)} that {self.xp.__name__} cannot view: {error}; {_ALLOWED}"
+            raise TypeError(message) from error
+
+    def give(self, x):
+        return self.namespace.from_dlpack(x)
+
+
+_NO_SCOPE = nullcontext()
+_NUMPY = Home()
+_HOMES: dict = {}  # (class, *arguments) -> home
+_FINDERS: dict = {}  # type of an array -> function to its home
+
+
+def _home(*key):
+    return _HOMES.get(key) or _HOMES.setdefault(key, key[0](*key[1:]))
+
+
+def _learn(name, x):
+    """Function to the home of arrays of the type of `x`; remembered by type."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a {type_name(x)}, whose mask would be ignored; {_ALLOWED}")
+    for library, kind, find in _LIBRARIES:
+        if isinstance(x, getattr(sys.modules.get(library), kind, ())):
+            return _FINDERS.setdefault(type(x), find)
+    if hasattr(type(x), "__dlpack_device__"):
+        return _FINDERS.setdefault(type(x), _find_dlpack)
+    raise TypeError(f"{name} is a {type_name(x)}; {_ALLOWED}")
+
+
+def _find_numpy(name, x):
+    return _NUMPY
+
+
+def _find_cupy(name, x):
+    return _home(CuPy, x.data.device_id)
+
+
+def _find_torch(name, x):
+    if x.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is a tensor on device {x.device}; allowed: cpu, cuda")
+    return _home(PyTorch, x.device.index if x.device.type == "cuda" else None)
+
+
+def _find_jax(name, x):
+    jax = sys.modules["jax"]
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name} is traced by JAX; allowed: concrete arrays, outside of jax.jit and jax.grad")
+    device, *others = x.devices()
+    if others or device.platform not in ("cpu", "gpu", "cuda"):
+        raise ValueError(f"{name} is on {device} and {len(others)} others; allowed: the host or one CUDA GPU")
+    return _home(JAX, None if device.platform == "cpu" else x.__dlpack_device__()[1], device)
+
+
+def _find_dlpack(name, x):
+    if not hasattr(x, "__array_namespace__"):
+        raise TypeError(f"{name} is a {type_name(x)} without __array_namespace__, which makes the results")
+    kind, index = (int(number) for number in x.__dlpack_device__())
+    if kind not in _HOST + _CUDA:
+        raise ValueError(f"{name} is on DLPack device ({kind}, {index}); allowed: the host or a CUDA GPU")
+    namespace = x.__array_namespace__()
+    library = getattr(namespace, "__name__", type(x).__module__)
+    return _home(DLPack, index if kind in _CUDA else None, library, namespace)
+
+
+_LIBRARIES = (
+    ("numpy", "ndarray", _find_numpy),
+    ("cupy", "ndarray", _find_cupy),
+    ("torch", "Tensor", _find_torch),
+    ("jax", "Array", _find_jax),
+)
+
+
+def _cupy():
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        message = 'arrays on a GPU need CuPy: pip install "cupyflash[cuda13]" (CUDA 12: "cupyflash[cuda12]")'
+        raise ImportError(message) from error

@@ -1,0 +1,140 @@
+"""Backends as fixtures, the tests that need a GPU, and the record of their run."""
+
+import datetime
+import json
+import platform
+from collections import Counter
+
+import numpy as np
+import pytest
+import tools
+
+RECORD = tools.ROOT / "tests" / "gpu_record.json"
+NO_CUDA = tools.cuda_missing()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu-record", action="store_true", help=f"write {RECORD.name} after a run of all tests")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
+    config.addinivalue_line("markers", "large: needs many gigabytes of GPU memory")
+    if config.getoption("gpu_record"):
+        if NO_CUDA:
+            raise pytest.UsageError(f"--gpu-record needs a GPU ({NO_CUDA})")
+        config.pluginmanager.register(GpuRecord(), "gpu-record")
+
+
+def pytest_collection_modifyitems(items):
+    if NO_CUDA:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+
+
+def _backends(*names):
+    marks = {"numpy": (), "cuda": pytest.mark.gpu}
+    pairs = [name.split("-") for name in names]
+    return [pytest.param(tools.Backend(*pair), marks=marks[pair[0]], id="-".join(pair)) for pair in pairs]
+
+
+@pytest.fixture(
+    params=_backends(
+        "numpy-float16", "numpy-bfloat16", "numpy-float32", "numpy-float64", "cuda-float16", "cuda-bfloat16"
+    )
+)
+def backend(request):
+    """Every backend in every dtype."""
+    return request.param
+
+
+@pytest.fixture(params=_backends("numpy-float16", "numpy-bfloat16", "cuda-float16", "cuda-bfloat16"))
+def backend16(request):
+    """Every backend in its 16-bit dtypes."""
+    return request.param
+
+
+@pytest.fixture(params=_backends("numpy-float32", "cuda-bfloat16"))
+def backend1(request):
+    """Every backend once, for what does not depend on the dtype."""
+    return request.param
+
+
+@pytest.fixture(params=_backends("numpy-bfloat16", "cuda-bfloat16"))
+def backend_bfloat16(request):
+    """Every backend in bfloat16."""
+    return request.param
+
+
+@pytest.fixture(params=_backends("cuda-bfloat16"))
+def cuda(request):
+    """The GPU."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _free_gpu_memory(request):
+    yield
+    if request.node.get_closest_marker("large") and not NO_CUDA:
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+class GpuRecord:
+    """Counts the tests marked gpu, and writes what ran, where and on which sources."""
+
+    def __init__(self):
+        self.outcomes = {}
+        self.deselected = 0
+
+    def pytest_deselected(self, items):
+        self.deselected += len(items)
+
+    def pytest_runtest_logreport(self, report):
+        if "gpu" in report.keywords:
+            worst = ("passed", "skipped", "failed")
+            before = self.outcomes.get(report.nodeid, "passed")
+            self.outcomes[report.nodeid] = max(before, report.outcome, key=worst.index)
+
+    def pytest_sessionfinish(self, session):
+        files = {path.name for path in RECORD.parent.glob("test_*.py")}
+        if self.deselected or session.shouldstop or {item.path.name for item in session.items} != files:
+            raise pytest.UsageError("--gpu-record needs a run of all tests; nothing is recorded")
+        counts = Counter(self.outcomes.values())
+        record = {
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **_versions(),
+            "paths": list(tools.CUDA_PATHS),
+            **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
+            "sha256": tools.tree_digest(),
+        }
+        RECORD.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _versions():
+    import cupy
+
+    def dotted(number):  # 13020 is 13.2
+        return f"{number // 1000}.{number % 1000 // 10}"
+
+    runtime = cupy.cuda.runtime
+    return {
+        "gpu": runtime.getDeviceProperties(0)["name"].decode(),
+        "driver": _driver(),
+        "driver_cuda": dotted(runtime.driverGetVersion()),
+        "cuda": dotted(runtime.runtimeGetVersion()),
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "cupy": cupy.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _driver():
+    try:
+        first = open("/proc/driver/nvidia/version").readline()
+    except OSError:
+        return None
+    return next((word for word in first.split() if word[0].isdigit() and "." in word), None)

@@ -1,0 +1,182 @@
+"""The reference against finite differences, PyTorch and values known by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import tools
+from cupyflash import reference
+
+OPTIONS = {
+    "full": {},
+    "causal": {"causal": True},
+    "upper_left": {"causal": "upper_left"},
+    "window": {"window": (1, 2)},
+    "window_causal": {"window": (2, None), "causal": True},
+    "window_upper_left": {"window": (2, 1), "causal": "upper_left"},
+    "right_only": {"window": (None, 1), "scale": -0.7},
+}
+
+
+def arrays(seqlen_q, seqlen_k, heads_q=4, heads_k=2, head_dim=3, head_dim_v=2, batch=(2,), seed=0):
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((*batch, seqlen_q, heads_q, head_dim)) + 0.5
+    k = rng.standard_normal((*batch, seqlen_k, heads_k, head_dim)) + 0.5
+    v = rng.standard_normal((*batch, seqlen_k, heads_k, head_dim_v)) + 0.5
+    dout = rng.standard_normal((*batch, seqlen_q, heads_q, head_dim_v))
+    dlse = rng.standard_normal((*batch, heads_q, seqlen_q))
+    return q, k, v, dout, dlse
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(4, 4), (2, 5), (5, 2), (1, 1)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_are_finite_differences(options, seqlen_q, seqlen_k):
+    q, k, v, dout, dlse = arrays(seqlen_q, seqlen_k)
+
+    def loss(*qkv):
+        out, lse = reference.attention(*qkv, return_lse=True, **options)
+        return (out * dout).sum() + (np.where(np.isneginf(lse), 0, lse) * dlse).sum()
+
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+    for name, x, gradient in zip(gradients._fields, (q, k, v), gradients):
+        differences = np.empty_like(x)
+        for at in np.ndindex(x.shape):
+            x[at] += 1e-6
+            above = loss(q, k, v)
+            x[at] -= 2e-6
+            below = loss(q, k, v)
+            x[at] += 1e-6
+            differences[at] = (above - below) / 2e-6
+        np.testing.assert_allclose(gradient, differences, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(33, 33), (17, 40), (40, 17)])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_equals_pytorch(options, seqlen_q, seqlen_k):
+    torch = pytest.importorskip("torch")
+    q, k, v, dout, _ = arrays(seqlen_q, seqlen_k, head_dim=16, head_dim_v=8)
+    mask = reference.visible(np, seqlen_q, seqlen_k, options.get("causal", False), options.get("window"))
+    some_key = mask.any(axis=1)  # PyTorch has another rule for the other rows
+    dout[:, ~some_key] = 0
+    tq, tk, tv = (torch.from_numpy(x).transpose(1, 2).requires_grad_() for x in (q, k, v))
+    torch_out = torch.nn.functional.scaled_dot_product_attention(
+        tq,
+        tk.repeat_interleave(2, dim=1),
+        tv.repeat_interleave(2, dim=1),
+        attn_mask=torch.from_numpy(mask | ~some_key[:, None]),
+        scale=options.get("scale"),
+    )
+    torch_out.backward(torch.from_numpy(dout).transpose(1, 2))
+
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    gradients = reference.attention_backward(dout, q, k, v, out, lse, **options)
+    np.testing.assert_allclose(
+        out[:, some_key], torch_out.detach().transpose(1, 2).numpy()[:, some_key], rtol=1e-12, atol=1e-13
+    )
+    assert not out[:, ~some_key].any() and np.isneginf(lse[:, :, ~some_key]).all()
+    for gradient, x in zip(gradients, (tq, tk, tv)):
+        np.testing.assert_allclose(gradient, x.grad.transpose(1, 2).numpy(), rtol=1e-11, atol=1e-13)
+
+
+def test_known_values():
+    q, k = np.zeros((1, 5, 1, 4)), np.zeros((1, 5, 1, 4))
+    v = np.arange(5.0).reshape(1, 5, 1, 1)
+    out, lse = reference.attention(q, k, v, window=(2, 0), return_lse=True)
+    np.testing.assert_allclose(out.ravel(), [0, 0.5, 1, 2, 3])
+    np.testing.assert_allclose(lse.ravel(), np.log([1, 2, 3, 3, 3]))
+    out, lse = reference.attention(q, k[:, :2], v[:, :2], causal=True, return_lse=True)
+    np.testing.assert_allclose(out.ravel(), [0, 0, 0, 0, 0.5])
+    np.testing.assert_allclose(lse.ravel(), [-math.inf] * 3 + [0, math.log(2)])
+    out = reference.attention(q, k[:, :2], v[:, :2], causal="upper_left")
+    np.testing.assert_allclose(out.ravel(), [0, 0.5, 0.5, 0.5, 0.5])
+
+
+def test_query_heads_of_a_key_head():
+    q, k, v, _, _ = arrays(3, 4, heads_q=6, heads_k=3)
+    out = reference.attention(q, k, v)
+    for head in range(6):
+        one = slice(head, head + 1), slice(head // 2, head // 2 + 1)
+        alone = reference.attention(q[:, :, one[0]], k[:, :, one[1]], v[:, :, one[1]])
+        np.testing.assert_allclose(out[:, :, one[0]], alone, rtol=1e-14)
+
+
+def test_no_batch_axis():
+    q, k, v, dout, dlse = arrays(3, 4)
+    out, lse = reference.attention(q, k, v, return_lse=True)
+    gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse)
+    for b in range(2):
+        alone, alone_lse = reference.attention(q[b], k[b], v[b], return_lse=True)
+        np.testing.assert_array_equal(alone, out[b])
+        np.testing.assert_array_equal(alone_lse, lse[b])
+        alone_gradients = reference.attention_backward(dout[b], q[b], k[b], v[b], out[b], lse[b], dlse=dlse[b])
+        for one, all_ in zip(alone_gradients, gradients):
+            np.testing.assert_allclose(one, all_[b], rtol=1e-14)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k, batch, heads", [(4, 0, 2, 4), (0, 4, 2, 4), (3, 3, 0, 4), (3, 3, 2, 0)])
+def test_empty(seqlen_q, seqlen_k, batch, heads):
+    q, k, v, dout, dlse = arrays(seqlen_q, seqlen_k, heads, heads // 2, batch=(batch,))
+    out, lse = reference.attention(q, k, v, return_lse=True)
+    assert out.shape == dout.shape and not out.any()
+    assert lse.shape == dlse.shape and np.isneginf(lse).all()
+    gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse)
+    for gradient, x in zip(gradients, (q, k, v)):
+        assert gradient.shape == x.shape and not gradient.any()
+
+
+def test_huge_logits():
+    q = np.full((1, 2, 1, 4), 1e150)
+    q[0, 1] = -1e150
+    out, lse = reference.attention(q, np.full((1, 3, 1, 4), 1e150), np.arange(3.0).reshape(1, 3, 1, 1), return_lse=True)
+    np.testing.assert_allclose(out.ravel(), 1)
+    np.testing.assert_allclose(lse.ravel(), [2e300, -2e300])
+
+
+def test_cupy_equals_numpy(cuda):
+    q, k, v, dout, dlse = arrays(17, 20, head_dim=16)
+    on_gpu = [cuda.xp.asarray(x) for x in (q, k, v, dout, dlse)]
+    out, lse = reference.attention(q, k, v, causal=True, return_lse=True)
+    out_gpu, lse_gpu = reference.attention(*on_gpu[:3], causal=True, return_lse=True)
+    gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, causal=True)
+    gradients_gpu = reference.attention_backward(
+        on_gpu[3], *on_gpu[:3], out_gpu, lse_gpu, dlse=on_gpu[4], causal=True
+    )
+    for name, a, b in zip(("out", "lse", *gradients._fields), (out, lse, *gradients), (out_gpu, lse_gpu, *gradients_gpu)):
+        tools.assert_close(name, b.get(), a, 1e-12)
+
+
+def test_yardstick_is_the_reference():
+    """The expectation of the other tests is the reference itself, and its tolerance is tight."""
+    q, k, v, dout, dlse = arrays(65, 70, head_dim=16, head_dim_v=16)
+    out, lse = reference.attention(q, k, v, causal=True, return_lse=True)
+    gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, causal=True)
+    for dtype, most in (("float16", 0.02), ("bfloat16", 0.16), ("float32", 2e-5), ("float64", 1e-12)):
+        right = tools.yardstick(tools.DTYPES[dtype], q, k, v, dout, dlse, causal=True)
+        for name, result in zip(right, (out, lse, *gradients)):
+            expected, allowed = right[name]
+            np.testing.assert_array_equal(expected, result)
+            assert allowed < most * max(1, abs(gradients.dv).max()), (dtype, name)
+
+
+def test_assert_close_can_fail():
+    right = np.array([1.0, np.nan, np.inf, -np.inf])
+    tools.assert_close("x", right, right, 0)
+    for at, wrong in ((0, 1.1), (0, np.nan), (1, 1.0), (2, -np.inf), (2, 3.0), (3, np.nan)):
+        got = right.copy()
+        got[at] = wrong
+        with pytest.raises(AssertionError, match=rf"x: .*\({at},\)"):
+            tools.assert_close("x", got, right, 0.05)
+
+
+def test_guard_can_fail():
+    for layout in tools.LAYOUTS.values():
+        guarded = tools.Guarded(tools.Backend("numpy", "float16"), (2, 3, 2, 5), layout=layout)
+        guarded.array[...] = 1
+        guarded.check()
+        outside = np.flatnonzero(guarded.flat == 65535)
+        for at in (guarded.MARGIN - 1, outside[len(outside) // 2], guarded.flat.size - 1):
+            guarded.flat[at], kept = 0, guarded.flat[at]
+            with pytest.raises(AssertionError, match="outside"):
+                guarded.check()
+            guarded.flat[at] = kept

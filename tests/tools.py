@@ -1,0 +1,407 @@
+"""What the tests share: backends, inputs, buffers with guards, the yardstick of error, and the check of a case."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+import cupyflash
+from cupyflash import reference
+from cupyflash.problem import Problem
+
+ROOT = Path(__file__).resolve().parents[1]
+CUDA_PATHS = ("sm80",)  # the kernel paths that the tests marked gpu run
+DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16)
+}
+HOST_LOGITS = 1 << 22  # above, a reference for CUDA arrays is computed on the GPU
+
+# Around every tile edge; each length meets itself and, as queries and as keys, another length.
+LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 203, 255, 257, 1023, 1025)
+_OTHER = [LENGTHS[(7 * i + 3) % len(LENGTHS)] for i in range(len(LENGTHS))]
+LENGTH_PAIRS = sorted({*zip(LENGTHS, LENGTHS), *zip(LENGTHS, _OTHER), *zip(_OTHER, LENGTHS)})
+
+
+# ---------------------------------------------------------------------------------------------- backends
+
+
+def cuda_missing():
+    """Why there is no CUDA here, or `None`."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy cannot be imported: {error}"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no GPU: {error}"
+    return None if count else "no GPU"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Where a test runs, and in which dtype."""
+
+    name: str  # "numpy" or "cuda"
+    dtype_name: str
+
+    @property
+    def dtype(self):
+        return DTYPES[self.dtype_name]
+
+    @property
+    def xp(self):
+        return importlib.import_module("cupy" if self.name == "cuda" else "numpy")
+
+    @property
+    def module(self):
+        """The module with `forward` and `backward`."""
+        return importlib.import_module("cupyflash.launch" if self.name == "cuda" else "cupyflash.cpu")
+
+    @property
+    def lse_dtype(self):
+        return np.dtype("float64" if self.dtype_name == "float64" else "float32")
+
+    @property
+    def eps(self):
+        return float(ml_dtypes.finfo(self.dtype).eps)
+
+    def array(self, values, dtype=None):
+        """Host values rounded to `dtype` (that of the backend), in an array of the backend."""
+        values = np.ascontiguousarray(values).astype(dtype or self.dtype)
+        if self.name == "numpy":
+            return values
+        return self.xp.asarray(values.view(f"u{values.itemsize}")).view(values.dtype)
+
+    def host(self, array):
+        """An array of the backend as float64 on the host."""
+        return (array if self.name == "numpy" else array.get()).astype(np.float64)
+
+    def normal(self, shape, seed=0, factor=1.0):
+        """Normal values about 0.5: a value that is dropped or counted twice then shows in every sum."""
+        return self.array(factor * (np.random.default_rng(seed).standard_normal(shape) + 0.5))
+
+    def poison(self):
+        """Fill with NaN what a kernel may find in memory that it did not write: free and shared memory."""
+        blocks = [self.xp.full(1 << n, 255, "u1") for n in range(9, 24)]
+        del blocks
+        if self.name == "cuda":
+            _poison_shared_memory(self.xp)
+
+
+def _poison_shared_memory(cupy):
+    attributes = cupy.cuda.Device().attributes
+    size = attributes["MaxSharedMemoryPerBlockOptin"]
+    kernel = cupy.RawKernel(
+        """extern "C" __global__ void poison(int words) {
+            extern __shared__ volatile unsigned memory[];
+            for (int i = threadIdx.x; i < words; i += blockDim.x) memory[i] = 0xffffffffu;
+        }""",
+        "poison",
+    )
+    kernel.max_dynamic_shared_size_bytes = size
+    kernel((4 * attributes["MultiProcessorCount"],), (1024,), (np.int32(size // 4),), shared_mem=size)
+
+
+# ---------------------------------------------------------------------------------------------- inputs
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arrays of one case."""
+
+    q: object
+    k: object
+    v: object
+    dout: object
+    dlse: object
+
+    @property
+    def qkv(self):
+        return self.q, self.k, self.v
+
+
+def inputs(backend, seqlen_q, seqlen_k=None, heads_q=2, heads_k=None, head_dim=64, head_dim_v=None, batch=2, **how):
+    """Random arrays of a case; `how` goes to `Backend.normal`."""
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    heads_k = heads_k or heads_q
+    head_dim_v = head_dim_v or head_dim
+    seed = how.pop("seed", 0)
+    shapes = (
+        (batch, seqlen_q, heads_q, head_dim),
+        (batch, seqlen_k, heads_k, head_dim),
+        (batch, seqlen_k, heads_k, head_dim_v),
+        (batch, seqlen_q, heads_q, head_dim_v),
+    )
+    q, k, v, dout = (backend.normal(shape, 5 * seed + i, **how) for i, shape in enumerate(shapes))
+    dlse = np.random.default_rng(5 * seed + 4).standard_normal((batch, heads_q, seqlen_q))
+    return Inputs(q, k, v, dout, backend.array(dlse, backend.lse_dtype))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an array of four axes lies in memory."""
+
+    order: tuple = (0, 1, 2, 3)  # axes of memory, slowest first
+    offset: int = 0  # elements before the first
+    padding: int = 0  # elements between the rows of the fastest axis
+    step: int = 1  # of the last axis
+    flip: tuple = ()  # axes that run backwards
+
+    def place(self, flat, shape):
+        """A view of `flat` with `shape`."""
+        sizes = self._sizes(shape)
+        view = flat[self.offset : self.offset + math.prod(sizes)].reshape(sizes)
+        view = view.transpose(np.argsort(self.order).tolist())
+        view = view[tuple(slice(0, n * s, s) for n, s in zip(shape, (1, 1, 1, self.step)))]
+        return view[tuple(slice(None, None, -1 if axis in self.flip else 1) for axis in range(len(shape)))]
+
+    def size(self, shape):
+        """Elements of `flat` that `place` needs."""
+        return self.offset + math.prod(self._sizes(shape))
+
+    def _sizes(self, shape):
+        sizes = [shape[axis] * (self.step if axis == len(shape) - 1 else 1) for axis in self.order]
+        return [*sizes[:-1], sizes[-1] + self.padding]
+
+
+LAYOUTS = {
+    "contiguous": Layout(),
+    "heads first": Layout(order=(0, 2, 1, 3)),
+    "sequence first": Layout(order=(1, 0, 2, 3)),
+    "padded": Layout(padding=8, offset=8),
+    "padded by one": Layout(padding=1, offset=3),
+    "one element off": Layout(offset=1),
+    "two elements off": Layout(offset=2),
+    "four elements off": Layout(offset=4),
+    "every other element": Layout(step=2),
+    "last axis slow": Layout(order=(0, 3, 2, 1)),
+    "sequence backwards": Layout(flip=(1,)),
+    "heads and batch backwards": Layout(flip=(0, 2), offset=1),
+    "last axis backwards": Layout(flip=(3,)),
+}
+# A last axis that is not contiguous is allowed for inputs; backends take it for outputs too.
+
+
+class Guarded:
+    """An array in the midst of memory that must not change: all of it starts as NaN."""
+
+    MARGIN = 512
+
+    def __init__(self, backend, shape, dtype=None, layout=LAYOUTS["contiguous"]):
+        self.backend, self.shape, self.layout = backend, shape, layout
+        dtype = np.dtype(dtype or backend.dtype)
+        self.bits = np.dtype(f"u{dtype.itemsize}")
+        size = layout.size(shape) + 2 * self.MARGIN
+        self.flat = backend.xp.full(size * dtype.itemsize, 255, "u1").view(self.bits)
+        self.array = self._view(self.flat.view(dtype))
+
+    def _view(self, flat):
+        return self.layout.place(flat[self.MARGIN :], self.shape)
+
+    def check(self):
+        """Fail if memory around the array was written."""
+        flat = self.flat if self.backend.name == "numpy" else self.flat.get()
+        flat = flat.copy()
+        nothing = np.iinfo(self.bits).max
+        self._view(flat)[...] = nothing
+        changed = np.flatnonzero(flat != nothing)
+        assert changed.size == 0, f"written outside of the array, at elements {changed[:8] - self.MARGIN}"
+
+
+def laid_out(backend, values, layout):
+    """A copy of an array in another layout, surrounded by NaN."""
+    guarded = Guarded(backend, values.shape, values.dtype, layout)
+    guarded.array[...] = values
+    return guarded.array
+
+
+# ---------------------------------------------------------------------------------------------- right and wrong
+
+
+def yardstick(dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None, scale=None):
+    """What is right, and how far off one may be: `{name: (expected, allowed)}`.
+
+    Takes float64 arrays of four axes. Allowed is twice the error of a plain implementation (products and softmax in
+    float32, weights and results rounded to the dtype) and a floor: the rounding of the result, and of every term of
+    its sum as if independent. Without the floor, a plain implementation that is right by luck on a tiny case would
+    allow nothing.
+    """
+    options = dict(causal=causal, window=window, scale=scale)
+    xp = reference._namespace(q)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[2] // k.shape[2]
+    work = np.float64 if dtype.name == "float64" else np.float32
+
+    def heads_first(x):
+        return x.reshape(*x.shape[:2], k.shape[2], -1, x.shape[-1]).transpose(0, 2, 3, 1, 4)
+
+    def back(x, heads):
+        return x.transpose(0, 3, 1, 2, 4).reshape(x.shape[0], x.shape[3], heads, x.shape[-1])
+
+    def per_key(x):
+        return back(x.sum(axis=2, keepdims=True), k.shape[2])
+
+    def per_query(x):
+        return back(x, q.shape[2])
+
+    def rounded(x):
+        return x.astype(dtype).astype(work)
+
+    def transposed(x):
+        return x.swapaxes(-1, -2)
+
+    def rss(a, b):
+        return xp.sqrt((a * a) @ (b * b))
+
+    expected, expected_lse = reference.attention(q, k, v, return_lse=True, **options)
+    q_, k_, v_ = (heads_first(x).astype(work) for x in (q, k, v))
+    seen = reference.visible(xp, q.shape[1], k.shape[1], causal, window)
+    s = xp.where(seen, work(scale) * (q_ @ transposed(k_)), -work(math.inf))
+    highest = s.max(axis=-1, keepdims=True)
+    highest = xp.where(highest == -math.inf, work(0), highest)
+    p = xp.exp(s - highest)
+    total = p.sum(axis=-1, keepdims=True)
+    total_or_one = xp.where(total == 0, work(1), total)
+    p = p / total_or_one
+    lse = xp.where(total == 0, -work(math.inf), highest + xp.log(total_or_one))
+    o = rounded(rounded(p) @ v_)
+
+    steepest = float(xp.where(xp.isfinite(s), xp.abs(s), work(0)).max())
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    slack = {"float32": 4, "float64": 4 * (1 + steepest)}.get(dtype.name, 1)
+
+    def bound(right, plain, magnitude):
+        error = _largest(xp, right - plain)
+        return right, 2 * error + slack * eps * (_largest(xp, right) + _largest(xp, magnitude)) + tiny
+
+    results = {"out": bound(expected, per_query(o), rss(p, v_))}
+    work_eps = float(np.finfo(work).eps)
+    lse = lse.reshape(expected_lse.shape)
+    results["lse"] = (expected_lse, 2 * _largest(xp, expected_lse - lse) + 8 * work_eps * (1 + steepest))
+    if dout is None:
+        return results
+
+    gradients = reference.attention_backward(dout, q, k, v, expected, expected_lse, dlse=dlse, **options)
+    do = heads_first(dout).astype(work)
+    delta = (do * o).sum(axis=-1, keepdims=True)
+    if dlse is not None:
+        delta = delta - dlse.astype(work).reshape(delta.shape)
+    dp = do @ transposed(v_)
+    ds = rounded(p * (dp - delta))
+    term = p * (xp.abs(dp) + xp.abs(delta))
+    delta_error = xp.sqrt((do * do * o * o).sum(axis=-1, keepdims=True))  # o is rounded: one error for the whole row
+    scale = work(scale)
+    dq_floor = abs(scale) * (rss(term, k_) + delta_error * xp.abs(p @ k_))
+    dk_floor = abs(scale) * (rss(transposed(term), q_) + rss(transposed(p * delta_error), q_))
+    results["dq"] = bound(gradients.dq, per_query(rounded(scale * (ds @ k_))), dq_floor)
+    results["dk"] = bound(gradients.dk, rounded(per_key(scale * (transposed(ds) @ q_))), dk_floor * group**0.5)
+    dv_floor = rss(transposed(p), do) * group**0.5
+    results["dv"] = bound(gradients.dv, rounded(per_key(transposed(rounded(p)) @ do)), dv_floor)
+    return results
+
+
+def _largest(xp, x):
+    return float(xp.where(xp.isfinite(x), xp.abs(x), x.dtype.type(0)).max())
+
+
+def assert_close(name, got, expected, allowed):
+    """Same places of NaN and of both infinities, and elsewhere an error of at most `allowed`."""
+    assert got.shape == expected.shape, f"{name}: shape {got.shape}, expected {expected.shape}"
+    for what, test in (("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = np.argwhere(test(got) != test(expected))
+        if len(wrong):
+            at = tuple(map(int, wrong[0]))
+            raise AssertionError(
+                f"{name}: {len(wrong)} of {got.size} places of {what} are wrong, first {at}: "
+                f"got {got[at]}, expected {expected[at]}"
+            )
+    if got.size == 0:
+        return
+    finite = np.isfinite(expected)
+    error = np.abs(np.where(finite, got, 0) - np.where(finite, expected, 0))
+    at = tuple(map(int, np.unravel_index(error.argmax(), error.shape)))
+    assert error[at] <= allowed, (
+        f"{name}: {np.count_nonzero(error > allowed)} of {got.size} are off by more than {allowed:.3g}, worst {at}: "
+        f"got {got[at]:.9g}, expected {expected[at]:.9g}, error {error[at]:.3g}"
+    )
+
+
+def check(backend, q, k, v, dout=None, dlse=None, *, deterministic=False, **options):
+    """Run a case forward, and backward if there is a `dout`; compare all results with the reference.
+
+    The output goes to a guarded buffer of NaN, and free memory is NaN. Returns the results.
+    """
+    backend.poison()
+    guarded = Guarded(backend, (*q.shape[:-1], v.shape[-1]))
+    out, lse = cupyflash.attention(q, k, v, out=guarded.array, return_lse=True, **options)
+    guarded.check()
+    assert out is guarded.array
+    assert lse.dtype == backend.lse_dtype
+    results = {"out": out, "lse": lse}
+    if dout is not None:
+        gradients = cupyflash.attention_backward(
+            dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options
+        )
+        results |= gradients._asdict()
+        for gradient, x in zip(gradients, (q, k, v)):
+            assert gradient.dtype == x.dtype and isinstance(gradient, type(x))
+    right = expectation(backend, q, k, v, dout, dlse, **options)
+    for name, result in results.items():
+        assert_close(name, backend.host(result), *right[name])
+    return results
+
+
+def expectation(backend, q, k, v, dout=None, dlse=None, **options):
+    """The yardstick for arrays of a backend, on the host."""
+    logits = math.prod(q.shape[:-1]) * k.shape[-3]
+    if backend.name == "cuda" and logits > HOST_LOGITS:
+        arrays = [None if x is None else x.astype(np.float64) for x in (q, k, v, dout, dlse)]
+        right = yardstick(backend.dtype, *arrays, **options)
+        return {name: (expected.get(), allowed) for name, (expected, allowed) in right.items()}
+    arrays = [None if x is None else backend.host(x) for x in (q, k, v, dout, dlse)]
+    with np.errstate(all="ignore"):
+        return yardstick(backend.dtype, *arrays, **options)
+
+
+def problem(backend, q, k, v, *, causal=False, window=None, scale=None):
+    """The record that the backends take."""
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    seqlen_k, heads_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
+    left, right = window or (None, None)
+    if causal:
+        right = 0
+    diagonal = 0 if causal == "upper_left" else seqlen_k - seqlen_q
+    if right is not None and right + diagonal >= seqlen_k - 1:
+        right = None
+    if left is not None and left >= seqlen_q - 1 + diagonal:
+        left = None
+    scale = head_dim**-0.5 if scale is None else scale
+    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v)
+    return Problem(backend.dtype_name, *sizes, float(scale), diagonal, left, right)
+
+
+def same_bits(a, b):
+    """Whether two arrays of one backend hold the same bits."""
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+# ---------------------------------------------------------------------------------------------- record
+
+
+def tree_digest(root=ROOT):
+    """SHA-256 over the paths and bytes of what runs on the GPU: all `.py` and `.cuh` of the package and the kernels."""
+    digest = hashlib.sha256()
+    files = (path for folder in ("cupyflash", "kernels") for path in (root / folder).rglob("*"))
+    for path in sorted(path for path in files if path.suffix in (".py", ".cuh")):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
