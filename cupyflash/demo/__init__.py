@@ -1,0 +1,1 @@
+"""The main job: a real transformer on real text, with its attention computed and checked by cupyflash."""

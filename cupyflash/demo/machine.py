@@ -1,0 +1,150 @@
+"""Time, memory and the rates of the machine at hand, on NumPy's CPU or CuPy's GPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+import tracemalloc
+
+import numpy as np
+
+# The argument stays in [0, 1] and the result feeds the next call, so that nothing can be left out.
+EXPONENTIALS_PER_THREAD = 1024
+EXPONENTIALS = f"""
+    float y = x;
+    for (int i = 0; i < {EXPONENTIALS_PER_THREAD}; ++i) y = exp2f(-y);
+    x = y;
+"""
+
+
+class Cpu:
+    """NumPy on the processor, in float32."""
+
+    name, dtype = "numpy", np.dtype(np.float32)
+    tokens = 4096  # of the long call
+
+    def __init__(self):
+        self.device = f"{platform.machine()} processor with {os.cpu_count()} cores, NumPy {np.__version__}"
+
+    def asarray(self, x):
+        return x
+
+    def asnumpy(self, x):
+        return x
+
+    def synchronize(self):
+        pass
+
+    def seconds(self, function, budget=0.5):
+        """Shortest of several runs, after one that does not count."""
+        function()
+        best, end = np.inf, time.perf_counter() + budget
+        while best == np.inf or time.perf_counter() < end:
+            self.synchronize()
+            start = time.perf_counter()
+            function()
+            self.synchronize()
+            best = min(best, time.perf_counter() - start)
+        return best
+
+    def peak_bytes(self, function):
+        """Most memory in use at any moment of ``function()`` beyond what was in use before it."""
+        tracemalloc.start()
+        try:
+            function()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    def rates(self):
+        """What this machine reaches a second: operations of a large product, bytes copied, exponentials."""
+        a = np.full((1024, 1024), 0.5, np.float32)
+        product = np.empty_like(a)
+        source, target = np.ones((2, 1 << 24), np.float32)  # zeros would be one page, mapped many times
+        x = np.linspace(-8, 0, 1 << 15, dtype=np.float32)  # stays in the cache
+        y = np.empty_like(x)
+        return {
+            "matmul": 2 * 1024**3 / self.seconds(lambda: np.matmul(a, a, out=product)),
+            "copy": 2 * source.nbytes / self.seconds(lambda: np.copyto(target, source)),
+            "exp": x.size / self.seconds(lambda: np.exp(x, out=y)),
+        }
+
+
+class Gpu(Cpu):
+    """CuPy on the current device, with the attention in float16."""
+
+    name, dtype = "cuda", np.dtype(np.float16)
+    tokens = 16384
+
+    def __init__(self):
+        import cupy
+
+        self.cupy = cupy
+        properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+        self.device = f"{properties['name'].decode()}, CuPy {cupy.__version__}"
+
+    def asarray(self, x):
+        return self.cupy.asarray(x)
+
+    def asnumpy(self, x):
+        return self.cupy.asnumpy(x)
+
+    def synchronize(self):
+        self.cupy.cuda.Device().synchronize()
+
+    def peak_bytes(self, function):
+        pool = self.cupy.cuda.MemoryPool()  # it never shrinks by itself, so its size is its high-water mark
+        with self.cupy.cuda.using_allocator(pool.malloc):
+            function()
+        self.synchronize()
+        return pool.total_bytes()
+
+    def rates(self):
+        cupy = self.cupy
+        a = cupy.full((8192, 8192), 0.5, np.float16)
+        source, target = cupy.zeros((2, 1 << 26), np.float32)
+        x = cupy.zeros(1 << 22, np.float32)
+        exponentials = cupy.ElementwiseKernel("", "float32 x", EXPONENTIALS, options=("--use_fast_math",))
+        return {
+            "matmul": 2 * 8192**3 / self.seconds(lambda: cupy.matmul(a, a)),
+            "copy": 2 * source.nbytes / self.seconds(lambda: cupy.copyto(target, source)),
+            "exp": x.size * EXPONENTIALS_PER_THREAD / self.seconds(lambda: exponentials(x)),
+        }
+
+
+def best_machine(backend=None):
+    """The machine to run on, and why it is not the GPU where that was not asked for.
+
+    Parameters
+    ----------
+    backend : {"numpy", "cuda"} or None
+        None takes the GPU if it can be used.
+
+    Raises
+    ------
+    RuntimeError
+        If ``backend`` is ``"cuda"`` and no GPU can be used.
+    """
+    if backend == "numpy":
+        return Cpu(), None
+    missing = missing_for_gpu()
+    if missing is None:
+        return Gpu(), None
+    if backend == "cuda":
+        raise RuntimeError(missing)
+    return Cpu(), missing
+
+
+def missing_for_gpu():
+    """What keeps cupyflash from using a GPU here, or None."""
+    try:
+        import cupy
+
+        import cupyflash
+
+        x = cupy.zeros((1, 16, 1, 32), cupy.float16)
+        cupyflash.attention(x, x, x)
+    except (ImportError, RuntimeError) as error:  # no CuPy; no driver, no device, or one that is too old
+        return str(error).strip().splitlines()[0]
+    return None
