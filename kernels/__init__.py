@@ -1,1 +1,1 @@
-"""CUDA source of cupyflash, compiled when a call needs it: pieces for any GPU in core, one folder an architecture."""
+"""CUDA source of cupyflash: pieces for any GPU in core and any, and a folder for each architecture."""
