@@ -21,9 +21,6 @@ class Host(OnGpu):
         attention_backward(*self.saved)
         cupy.cuda.Device().synchronize()
 
-    def teardown(self):
-        cupy.cuda.Device().synchronize()
-
     def time_warm_call(self):
         attention(*self.qkv)
 
