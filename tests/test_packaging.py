@@ -47,6 +47,8 @@ import numpy as np
 import cupyflash
 class Exporter:
     shape, ndim, dtype = (1, 3, 2, 4), 4, np.dtype(np.float16)
+    def __array_namespace__(self):
+        return np
     def __dlpack_device__(self):
         return (2, 0)
     def __dlpack__(self, **options):
@@ -114,7 +116,7 @@ def test_wheel_holds_every_source_file_and_is_small(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     assert {f"cupyflash/kernels/{name}" for name in kernel_files()} <= names
-    assert {f"cupyflash/{path.name}" for path in (ROOT / "cupyflash").glob("*.py")} <= names
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "cupyflash").rglob("*.py")} <= names
     assert wheel.name.endswith("-py3-none-any.whl")
     assert wheel.stat().st_size < 300_000
 
