@@ -23,13 +23,12 @@ _ALLOWED = "allowed: arrays of NumPy, CuPy, PyTorch, JAX or with __dlpack__, of 
 
 def home(arrays: dict):
     """Home that all arrays, given by name, share."""
-    homes = {name: (_FINDERS.get(type(x)) or _learn(name, x))(name, x) for name, x in arrays.items()}
-    where, *others = set(homes.values())
-    if others:
-        got = ", ".join(f"{name} is in {where}" for name, where in homes.items())
-        same_library = all(other.library == where.library for other in others)
+    homes = [(_FINDERS.get(type(x)) or _learn(name, x))(name, x) for name, x in arrays.items()]
+    if homes.count(homes[0]) != len(homes):
+        got = ", ".join(f"{name} is in {where}" for name, where in zip(arrays, homes, strict=True))
+        same_library = len({where.library for where in homes}) == 1
         raise (ValueError if same_library else TypeError)(f"{got}; {_ALLOWED}")
-    return where
+    return homes[0]
 
 
 class Home:
@@ -61,10 +60,7 @@ class Home:
 
     def views(self, arrays):
         """The same memory as NumPy or CuPy arrays, by name."""
-        return {name: self.view(name, x) for name, x in arrays.items()}
-
-    def view(self, name, x):
-        return x
+        return arrays
 
     def empty(self, shape, dtype):
         """An array of the library without contents, and its view."""
@@ -85,10 +81,11 @@ class CuPy(Home):
         cuda = self.xp.cuda
         return _NO_SCOPE if cuda.runtime.getDevice() == self.index else cuda.Device(self.index)
 
-    def view(self, name, x):
-        if x.data.ptr % x.itemsize:
-            raise ValueError(f"{name} starts at address {x.data.ptr:#x}; allowed: multiples of {x.itemsize}")
-        return x
+    def views(self, arrays):
+        for name, x in arrays.items():
+            if x.data.ptr % x.itemsize:
+                raise ValueError(f"{name} is at address {x.data.ptr:#x}; allowed: multiples of {x.itemsize}")
+        return arrays
 
 
 class PyTorch(Home):
@@ -112,7 +109,10 @@ class PyTorch(Home):
         with self.xp.cuda.Device(self.index), self.xp.cuda.Stream.from_external(stream):
             yield
 
-    def view(self, name, x):
+    def views(self, arrays):
+        return {name: self._checked_view(name, x) for name, x in arrays.items()}
+
+    def _checked_view(self, name, x):
         if x.requires_grad and self.torch.is_grad_enabled():
             raise ValueError(
                 f"{name} requires grad, but no gradient flows through this call; allowed: {name}.detach() or "
@@ -177,8 +177,9 @@ class JAX(_Guest):
         super().__init__(gpu)
         self.device = device
 
-    def view(self, name, x):
-        return self.xp.from_dlpack(x) if self.gpu else np.asarray(x)  # from_dlpack of NumPy knows no bfloat16
+    def views(self, arrays):
+        view = self.xp.from_dlpack if self.gpu else np.asarray  # from_dlpack of NumPy knows no bfloat16
+        return {name: view(x) for name, x in arrays.items()}
 
     def give(self, x):
         jax = sys.modules["jax"]
@@ -193,7 +194,10 @@ class DLPack(_Guest):
         self.library = library
         self.namespace = namespace
 
-    def view(self, name, x):
+    def views(self, arrays):
+        return {name: self._view(name, x) for name, x in arrays.items()}
+
+    def _view(self, name, x):
         try:
             return self.xp.from_dlpack(x)
         except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
@@ -207,7 +211,7 @@ class DLPack(_Guest):
 _NO_SCOPE = nullcontext()
 _NUMPY = Home()
 _HOMES: dict = {}  # (class, *arguments) -> home
-_FINDERS: dict = {np.ndarray: lambda name, x: _NUMPY}  # type of an array -> function to its home
+_FINDERS: dict = {}  # type of an array -> function to its home
 
 
 def _home(*key):
@@ -216,20 +220,18 @@ def _home(*key):
 
 def _learn(name, x):
     """Function to the home of arrays of the type of `x`; remembered by type."""
-    cupy, torch, jax = map(sys.modules.get, ("cupy", "torch", "jax"))
-    if isinstance(x, np.ndarray) and not isinstance(x, np.ma.MaskedArray):
-        find = _FINDERS[np.ndarray]
-    elif cupy and isinstance(x, cupy.ndarray):
-        find = _find_cupy
-    elif torch and isinstance(x, torch.Tensor):
-        find = _find_torch
-    elif jax and isinstance(x, jax.Array):
-        find = _find_jax
-    elif hasattr(type(x), "__dlpack_device__") and not isinstance(x, np.ma.MaskedArray):
-        find = _find_dlpack
-    else:
-        raise TypeError(f"{name} is a {type_name(x)}; {_ALLOWED}")
-    return _FINDERS.setdefault(type(x), find)
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a {type_name(x)}, whose mask would be ignored; {_ALLOWED}")
+    for library, kind, find in _LIBRARIES:
+        if isinstance(x, getattr(sys.modules.get(library), kind, ())):
+            return _FINDERS.setdefault(type(x), find)
+    if hasattr(type(x), "__dlpack_device__"):
+        return _FINDERS.setdefault(type(x), _find_dlpack)
+    raise TypeError(f"{name} is a {type_name(x)}; {_ALLOWED}")
+
+
+def _find_numpy(name, x):
+    return _NUMPY
 
 
 def _find_cupy(name, x):
@@ -261,6 +263,14 @@ def _find_dlpack(name, x):
     namespace = x.__array_namespace__()
     library = getattr(namespace, "__name__", type(x).__module__)
     return _home(DLPack, index if kind in _CUDA else None, library, namespace)
+
+
+_LIBRARIES = (
+    ("numpy", "ndarray", _find_numpy),
+    ("cupy", "ndarray", _find_cupy),
+    ("torch", "Tensor", _find_torch),
+    ("jax", "Array", _find_jax),
+)
 
 
 def _cupy():
