@@ -72,7 +72,7 @@ class Errors:
 
 
 def longest(x):
-    """Length of the longest row: that of q times that of k bounds their products and all partial sums of them."""
+    """Length of the longest row; for q times that for k bounds each logit and every partial sum of it."""
     return float((x.astype(np.float32) ** 2).sum(-1).max()) ** 0.5
 
 
