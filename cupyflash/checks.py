@@ -79,9 +79,10 @@ def _scale(scale):
     allowed = f"allowed: None or a finite real number of at most {MAX_SCALE:g} in magnitude"
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale is {scale!r} ({type_name(scale)}); {allowed}")
-    if not abs(scale) <= MAX_SCALE:
+    number = scale.item() if isinstance(scale, np.generic) else scale  # MAX_SCALE overflows a NumPy float16
+    if not abs(number) <= MAX_SCALE:
         raise ValueError(f"scale is {scale!r}; {allowed}")
-    return float(scale)
+    return float(number)
 
 
 def flag(name, value):

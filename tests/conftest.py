@@ -4,6 +4,7 @@ import datetime
 import json
 import platform
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -104,7 +105,7 @@ class GpuRecord:
             raise pytest.UsageError("--gpu-record needs a run of all tests; nothing is recorded")
         counts = Counter(self.outcomes.values())
         record = {
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **_versions(),
             "paths": list(tools.CUDA_PATHS),
             **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
@@ -133,8 +134,6 @@ def _versions():
 
 
 def _driver():
-    try:
-        first = open("/proc/driver/nvidia/version").readline()
-    except OSError:
-        return None
-    return next((word for word in first.split() if word[0].isdigit() and "." in word), None)
+    version = Path("/proc/driver/nvidia/version")
+    words = version.read_text().splitlines()[0].split() if version.exists() else []
+    return next((word for word in words if word[0].isdigit() and "." in word), None)

@@ -1,10 +1,11 @@
 """The backward pass over lengths, shapes and options."""
 
-import cupyflash
 import numpy as np
 import pytest
 import tools
 from tools import LENGTH_PAIRS, check, inputs
+
+import cupyflash
 
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTH_PAIRS)

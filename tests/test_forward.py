@@ -1,10 +1,11 @@
 """The forward pass over lengths, shapes and ways to call it."""
 
-import cupyflash
 import numpy as np
 import pytest
 import tools
 from tools import LENGTH_PAIRS, check, inputs
+
+import cupyflash
 
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTH_PAIRS)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import tools
+
 from cupyflash import reference
 
 OPTIONS = {

@@ -12,8 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import cupyflash
-from cupyflash import reference
-from cupyflash.problem import Problem
+from cupyflash import checks, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA_PATHS = ("sm80",)  # the kernel paths that the tests marked gpu run
@@ -233,7 +232,7 @@ def yardstick(dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None
     its sum as if independent. Without the floor, a plain implementation that is right by luck on a tiny case would
     allow nothing.
     """
-    options = dict(causal=causal, window=window, scale=scale)
+    options = {"causal": causal, "window": window, "scale": scale}
     xp = reference._namespace(q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
@@ -276,7 +275,7 @@ def yardstick(dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None
     steepest = float(xp.where(xp.isfinite(s), xp.abs(s), work(0)).max())
     eps = float(ml_dtypes.finfo(dtype).eps)
     tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal)
-    slack = {"float32": 4, "float64": 4 * (1 + steepest)}.get(dtype.name, 1)
+    slack = {"float32": 4, "float64": 16 * (1 + steepest)}.get(dtype.name, 0.25)
 
     def bound(right, plain, magnitude):
         error = _largest(xp, right - plain)
@@ -373,19 +372,7 @@ def expectation(backend, q, k, v, dout=None, dlse=None, **options):
 
 def problem(backend, q, k, v, *, causal=False, window=None, scale=None):
     """The record that the backends take."""
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_k, heads_k, head_dim_v = k.shape[1], k.shape[2], v.shape[3]
-    left, right = window or (None, None)
-    if causal:
-        right = 0
-    diagonal = 0 if causal == "upper_left" else seqlen_k - seqlen_q
-    if right is not None and right + diagonal >= seqlen_k - 1:
-        right = None
-    if left is not None and left >= seqlen_q - 1 + diagonal:
-        left = None
-    scale = head_dim**-0.5 if scale is None else scale
-    sizes = (batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v)
-    return Problem(backend.dtype_name, *sizes, float(scale), diagonal, left, right)
+    return checks.forward(backend.name == "cuda", checks.options(causal, window, scale), q=q, k=k, v=v)
 
 
 def same_bits(a, b):

@@ -1,0 +1,1 @@
+"""Benchmarks of cupyflash for asv; every number is better when it is lower."""

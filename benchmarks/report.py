@@ -1,0 +1,119 @@
+"""benchmarks/side_by_side.json as the table of README.md, and as a plot.
+
+python benchmarks/report.py                  print the table
+python benchmarks/report.py --write          put it between the marks in README.md
+python benchmarks/report.py --plot out.svg   needs the extra "plot"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from pathlib import Path
+
+HERE = Path(__file__).parent
+MARKS = ("<!-- performance table: benchmarks/report.py --write -->", "<!-- end of the performance table -->")
+TITLES = {"fwd": "forward", "bwd": "backward"}
+KEY = re.compile(r"d(\d+) (full|causal) S(\d+)(?: (\w+))?")
+
+
+def rates(result):
+    """(dtype, pass, head_dim, mask) -> {seqlen: {implementation: TFLOP/s}}, in the order of the file."""
+    rows = {}
+    for key, cell in result["cells"].items():
+        head_dim, mask, seqlen, dtype = KEY.fullmatch(key).groups()
+        for name, rate in cell["tflops"].items():
+            implementation, which = name.split(".")
+            row = rows.setdefault((dtype or result["dtype"], which, int(head_dim), mask), {})
+            row.setdefault(int(seqlen), {})[implementation] = rate
+    return dict(sorted(rows.items(), key=lambda row: (row[0][0], list(TITLES).index(row[0][1]))))
+
+
+def over(rate, peers):
+    """Our rate over that of the fastest of ``peers``, or None."""
+    known = [rate[peer] for peer in peers if peer in rate]
+    return rate["cupyflash"] / max(known) if known and "cupyflash" in rate else None
+
+
+def table(result):
+    """Markdown with a row for each pass, head_dim and mask; a cell: TFLOP/s (ratio to FlashAttention-2)."""
+    rows = rates(result)
+    seqlens = sorted({seqlen for row in rows.values() for seqlen in row})
+    peers = sorted({name for row in rows.values() for rate in row.values() for name in rate} - {"cupyflash"})
+    header = ["pass", "dtype", "head_dim", "mask", *seqlens, "over FlashAttention-2", "over the best peer"]
+    lines = [header, ["---"] * len(header)]
+    for (dtype, which, head_dim, mask), row in rows.items():
+        cells = []
+        for seqlen in seqlens:
+            rate = row.get(seqlen, {})
+            ratio = over(rate, ["fa2"])
+            cells.append(f"{rate.get('cupyflash', '–')}" + (f" ({ratio:.2f})" if ratio else ""))
+        means = []
+        for rivals in (["fa2"], peers):
+            ratios = [ratio for rate in row.values() if (ratio := over(rate, rivals))]
+            means.append(f"{statistics.geometric_mean(ratios):.2f}" if ratios else "–")
+        lines.append([TITLES[which], dtype, head_dim, mask, *cells, *means])
+    text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    caption = (
+        f"TFLOP/s of cupyflash on one {result['gpu']}, whose own bfloat16 matrix product reaches "
+        f"{result['ceilings']['bf16 matmul TFLOP/s']}; in parentheses the ratio to FlashAttention-2. The "
+        f"columns are sequence lengths. PyTorch {result['torch']}, cuDNN {result['cudnn']}."
+    )
+    return f"{caption}\n\n{text}"
+
+
+def write(result, readme):
+    before, rest = readme.read_text().split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    readme.write_text(f"{before}{MARKS[0]}\n{table(result)}\n{MARKS[1]}{after}")
+
+
+def plot(result, path):
+    """A panel for each row of the table; right axis: the fraction of the machine's own matrix product."""
+    import matplotlib.pyplot as plt
+
+    rows, columns = rates(result), 6
+    names = sorted({name for row in rows.values() for rate in row.values() for name in rate})
+    lines = -(-len(rows) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(3.2 * columns, 2.6 * lines), squeeze=False)
+    ceiling = result["ceilings"]["bf16 matmul TFLOP/s"]
+    for axis, ((dtype, which, head_dim, mask), row) in zip(axes.flat, rows.items()):
+        for name in names:
+            points = [(seqlen, rate[name]) for seqlen, rate in sorted(row.items()) if name in rate]
+            if points:
+                axis.plot(
+                    *zip(*points),
+                    f"C{names.index(name)}",
+                    marker=".",
+                    linewidth=2 if name == "cupyflash" else 1,
+                    label=name,
+                )
+        axis.set(xscale="log", ylim=(0, 1.05 * ceiling))
+        axis.set_title(f"{TITLES[which]} d{head_dim} {mask} {dtype}", fontsize=8)
+        axis.secondary_yaxis("right", functions=(lambda rate: rate / ceiling, lambda part: part * ceiling))
+    axes[0, 0].legend(fontsize=7)
+    figure.supxlabel("sequence length")
+    figure.supylabel("TFLOP/s")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--input", type=Path, default=HERE / "side_by_side.json")
+    parser.add_argument("--write", action="store_true", help="put the table into README.md")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    result = json.loads(options.input.read_text())
+    if options.write:
+        write(result, HERE.parent / "README.md")
+    elif options.plot:
+        plot(result, options.plot)
+    else:
+        print(table(result))
+
+
+if __name__ == "__main__":
+    main()

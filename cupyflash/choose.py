@@ -1,0 +1,175 @@
+"""From a problem to the kernels that compute it: one literal table for each pass.
+
+A row lists tilings in the order of their speed; the first one whose shared memory the device has is taken. Speeds
+beside them are those of an H200 relative to FlashAttention-2 in PyTorch 2.11, bfloat16, 16k tokens, 2048 / head_dim
+heads, full mask, lengths 1024 / 8192; tilings that lost, so that nobody tries them again:
+
+====================================  ===========  ==========================================================
+forward, head_dim                     FA2 = 1      tried
+====================================  ===========  ==========================================================
+64: 128x64, 4 warps, 2 stages, Q reg  1.11 / 1.14  128x128 1.07/1.12; 64x64 1.01/1.03; 8 warps 0.97/0.99
+128: 128x64, 4 warps, 2 stages        1.09 / 1.10  1 stage 1.06/1.07; 128x32 1.04/1.06; 8 warps of 16 rows with
+                                                   Q in registers 0.84/0.90 (shared memory: each K and V
+                                                   fragment feeds half as many products)
+256: 64x64, 4 warps, 1 stage          1.03 / 1.05  128x64 with 8 warps 0.97/1.01; 64x32, 2 stages 0.91/0.92
+====================================  ===========  ==========================================================
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+
+from .problem import Problem
+from .spec import BackwardSpec, ForwardSpec, PrepareSpec, Variant
+
+PATHS = ("sm80",)
+
+# head_dim up to: (block_q, block_k, warps, stages, blocks_per_sm, q_in_registers), ...
+FORWARD = {
+    64: ((128, 64, 4, 2, 2, True),),
+    96: ((128, 64, 4, 2, 2, False), (64, 64, 4, 1, 2, False)),
+    128: ((128, 48, 4, 2, 2, False), (64, 64, 4, 1, 2, False)),
+    192: ((64, 64, 4, 1, 2, False), (64, 32, 4, 1, 2, False)),
+    256: ((64, 64, 4, 1, 2, False), (64, 32, 4, 1, 2, False)),
+}
+
+# The same, first choice of kernels without options: faster, with no register left for one.
+FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
+
+# head_dim up to: (block_q, block_k, warps, score_warps_k, grad_warps_k, dq_warps_q, stages, blocks_per_sm), ...
+BACKWARD = {
+    64: ((64, 64, 4, 4, 4, 2, 2, 2),),
+    96: ((64, 128, 8, 8, 8, 4, 2, 1), (32, 64, 4, 4, 4, 2, 2, 2)),
+    128: ((64, 128, 8, 4, 4, 2, 2, 1), (32, 64, 4, 4, 4, 2, 2, 2), (32, 64, 4, 4, 4, 2, 1, 2)),
+    192: (
+        (64, 64, 8, 4, 2, 4, 2, 1),
+        (32, 64, 8, 4, 2, 2, 2, 1),
+        (32, 32, 4, 2, 2, 2, 2, 1),
+        (32, 32, 4, 2, 2, 2, 1, 1),
+    ),
+    256: ((64, 64, 8, 4, 2, 4, 2, 1), (32, 64, 8, 4, 2, 2, 2, 1), (32, 32, 4, 2, 2, 2, 1, 1)),
+}
+
+BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
+
+# Shared memory of one block by compute capability, for compiling without a GPU.
+SHARED_LIMIT = {
+    75: 65536,
+    80: 166912,
+    86: 101376,
+    87: 166912,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    103: 232448,
+    120: 101376,
+}
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def path() -> str:
+    """Return the kernel path: the only one there is, or what the environment variable CUPYFLASH_PATH names."""
+    name = os.environ.get("CUPYFLASH_PATH", PATHS[-1])
+    if name not in PATHS:
+        raise ValueError(f"CUPYFLASH_PATH={name!r} names no kernel path; there are {', '.join(PATHS)}")
+    return name
+
+
+def _fitting(table: dict, plain: dict, make, head_dim: int, shared_limit: int):
+    key = min(limit for limit in table if limit >= head_dim)
+    specs = [make(*tiling) for tiling in plain.get(key, ()) + table[key]]
+    for spec in specs:
+        if spec.shared_bytes <= shared_limit:
+            return spec
+    least = min(spec.shared_bytes for spec in specs)
+    raise NotImplementedError(
+        f"head_dim {head_dim} needs {least} bytes of shared memory in a block, and this GPU has {shared_limit}; "
+        "NumPy arrays take every head_dim"
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int) -> Variant:
+    """Return the forward kernel for `problem` on a device with `shared_limit` bytes of shared memory in a block."""
+    d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
+    make = functools.partial(_forward_spec, d, dv, float32_out, access)
+    plain = {} if float32_out or access < 16 else FORWARD_PLAIN
+    return Variant(
+        f"{path()}/forward.cuh",
+        "forward",
+        problem.dtype,
+        _fitting(FORWARD, plain, make, max(d, dv), shared_limit),
+    )
+
+
+def _forward_spec(d, dv, float32_out, access, block_q, block_k, warps, stages, blocks_per_sm, q_in_registers):
+    return ForwardSpec(
+        d, dv, block_q, block_k, warps, stages, blocks_per_sm, q_in_registers, float32_out, access
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def backward(problem: Problem, access: int, deterministic: bool, shared_limit: int) -> Variant:
+    """Return the main backward kernel for `problem`."""
+    d, dv = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
+    make = functools.partial(_backward_spec, d, dv, deterministic, access)
+    plain = {} if deterministic or access < 16 else BACKWARD_PLAIN
+    return Variant(
+        f"{path()}/backward.cuh",
+        "backward",
+        problem.dtype,
+        _fitting(BACKWARD, plain, make, max(d, dv), shared_limit),
+    )
+
+
+def _backward_spec(d, dv, deterministic, access, *tiling):
+    block_q, block_k, warps, score_warps_k, grad_warps_k, dq_warps_q, stages, blocks_per_sm = tiling
+    columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)
+    d, dv = round_up(d, columns), round_up(dv, columns)
+    return BackwardSpec(
+        d,
+        dv,
+        block_q,
+        block_k,
+        warps,
+        score_warps_k,
+        grad_warps_k,
+        dq_warps_q,
+        stages,
+        blocks_per_sm,
+        deterministic,
+        access,
+    )
+
+
+def around_backward(main: Variant, float32_out: bool) -> tuple[Variant, Variant]:
+    """Return the kernels before and after `main`."""
+    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, float32_out, main.spec.access)
+    return tuple(
+        Variant("any/around_backward.cuh", name, main.dtype, spec)
+        for name in ("prepare_backward", "finish_backward")
+    )
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Yield the kernels that devices of `capability` (80, 90, ...) choose: every row, dtype and option."""
+    limit = SHARED_LIMIT.get(capability, min(SHARED_LIMIT.values()))
+    for dtype in ("float16",) if capability < 80 else ("float16", "bfloat16"):
+        for head_dim in FORWARD:
+            problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim, 1.0)
+            aligned = ((16, False), (2, False)) if head_dim == 128 else ((16, False),)
+            for access, float32_out in (*aligned, (16, True)):
+                yield forward(problem, access, float32_out, limit)
+            for access, deterministic in (*aligned, (16, True)):
+                try:
+                    main = backward(problem, access, deterministic, limit)
+                except NotImplementedError:
+                    continue
+                yield main
+                if not deterministic:
+                    yield from around_backward(main, False)

@@ -1,0 +1,186 @@
+"""From a variant to a running kernel: one self-contained source string, NVRTC, CuPy's disk cache."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from json import dumps
+from pathlib import Path
+
+from .spec import Variant
+
+OPTIONS = ("-std=c++20",)
+
+
+def kernel_dir() -> Path:
+    """Return the folder of the CUDA sources: beside this file when installed, beside its parent in a clone."""
+    here = Path(__file__).resolve().parent
+    installed = here / "kernels"
+    return installed if installed.is_dir() else here.parent / "kernels"
+
+
+@functools.cache
+def source(header: str) -> str:
+    """Return the text of `header` with its includes in place, as NVRTC and CuPy's cache key see it.
+
+    One string without include paths: a changed file is a changed key, and printing it shows exactly what runs.
+    """
+    root, seen = kernel_dir(), set()
+
+    def expand(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        lines = [f'#line 1 "{name}"']
+        for number, line in enumerate((root / name).read_text(encoding="ascii").splitlines(), 1):
+            included = re.fullmatch(r'#include "(.+)"', line)
+            if included:
+                lines += [expand(included[1]), f'#line {number + 1} "{name}"']
+            elif line != "#pragma once":
+                lines.append(line)
+        return "\n".join(lines)
+
+    return expand(header) + "\n"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the compiler said of one kernel."""
+
+    variant: Variant
+    arch: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    seconds: float
+    cubin: bytes
+
+
+def compile_offline(variant: Variant, arch: str) -> Report:
+    """Compile `variant` for `arch` ("sm_80", ...) without a GPU; RuntimeError holds the compiler's log."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    start = time.perf_counter()
+    program = nvrtc.createProgram(source(variant.header), variant.header, (), ())
+    try:
+        nvrtc.addNameExpression(program, variant.expression)
+        options = (*OPTIONS, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v")
+        try:
+            nvrtc.compileProgram(program, options)
+        except nvrtc.NVRTCError as error:
+            log = nvrtc.getProgramLog(program)
+            raise RuntimeError(f"{variant.expression} does not compile for {arch}: {error}\n{log}") from None
+        log, cubin = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
+    finally:
+        nvrtc.destroyProgram(program)
+    seconds = time.perf_counter() - start
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
+    return Report(variant, arch, registers, spills, variant.spec.shared_bytes, seconds, cubin)
+
+
+_kernels: dict = {}
+
+
+def kernel(variant: Variant, device: int):
+    """Return the compiled kernel of `variant` on the current device `device`, ready to launch.
+
+    Threads that ask for the same one at the same time may both compile it; all get the same kernel.
+    """
+    found = _kernels.get((variant, device))
+    return found or _kernels.setdefault((variant, device), _build(variant))
+
+
+def _build(variant: Variant):
+    import cupy
+
+    start = time.perf_counter()
+    module = cupy.RawModule(
+        code=source(variant.header), options=OPTIONS, name_expressions=(variant.expression,)
+    )
+    built = module.get_function(variant.expression)
+    if variant.spec.shared_bytes > 0:
+        built.max_dynamic_shared_size_bytes = variant.spec.shared_bytes
+    if os.environ.get("CUPYFLASH_VERBOSE"):
+        about = f"{built.num_regs} registers, {built.local_size_bytes} bytes of local memory"
+        print(f"{variant.expression}: {about}, {time.perf_counter() - start:.2f} s", file=sys.stderr)
+    return built
+
+
+def compile_command(archs: list[str] | None, json: bool) -> int:
+    """Compile what the tables hold and print what the compiler says; return 1 after a spill or an error, else 0.
+
+    Without `archs`, the present GPU's kernels are built the way a call builds them, which fills CuPy's disk cache;
+    without a GPU, those of sm_80 and sm_90 are compiled.
+    """
+    from . import choose
+
+    device = None if archs else _present_capability()
+    if device:
+        archs = [f"sm_{device}"]
+    jobs = [
+        (variant, arch)
+        for arch in archs or ("sm_80", "sm_90")
+        for variant in choose.variants(_capability(arch))
+    ]
+    failed = False
+    columns = ("arch", "registers", "spill_bytes", "shared_bytes", "seconds", "kernel")
+    if not json:
+        print(("{:>8} " * 5 + "{}").format("arch", "regs", "spills", "shared", "seconds", "kernel"))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for (variant, arch), report in zip(
+            jobs, pool.map(lambda job: _report(*job, device is not None), jobs)
+        ):
+            if isinstance(report, str):
+                print(report, file=sys.stderr)
+                failed = True
+                continue
+            failed |= report.spill_bytes > 0
+            values = (
+                arch,
+                report.registers,
+                report.spill_bytes,
+                report.shared_bytes,
+                report.seconds,
+                variant.expression,
+            )
+            if json:
+                print(dumps(dict(zip(columns, values))), flush=True)
+            else:
+                print("{:>8} {:>8} {:>8} {:>8} {:>8.2f} {}".format(*values), flush=True)
+    return int(failed)
+
+
+def _capability(arch: str) -> int:
+    match = re.fullmatch(r"sm_(\d+)[af]?", arch)
+    if not match:
+        raise ValueError(f"arch must look like sm_80 or sm_90a, got {arch!r}")
+    return int(match[1])
+
+
+def _present_capability() -> int | None:
+    try:
+        import cupy
+
+        return int(cupy.cuda.Device().compute_capability)
+    except Exception:  # no CuPy, no driver or no GPU: all of them mean "compile offline"
+        return None
+
+
+def _report(variant: Variant, arch: str, present: bool) -> Report | str:
+    try:
+        if not present:
+            return compile_offline(variant, arch)
+        start = time.perf_counter()
+        built = _build(variant)
+        seconds = time.perf_counter() - start
+        return Report(
+            variant, arch, built.num_regs, built.local_size_bytes, variant.spec.shared_bytes, seconds, b""
+        )
+    except RuntimeError as error:
+        return str(error)

@@ -1,0 +1,255 @@
+"""The CUDA backend: fills one parameter struct for each kernel and launches it on the current device and stream.
+
+What depends on shapes, strides and alignment is worked out once and kept as a plan; a warm call copies the plan's
+struct, writes the pointers and launches. The dtypes are the twins of the structs in ``kernels/core/params.cuh``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import cupy
+import numpy as np
+
+from . import choose, compiler
+from .problem import Problem
+from .spec import Variant
+
+ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
+ROW_ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")], align=True)
+SIZES = np.dtype(
+    [
+        (n, "i4")
+        for n in (
+            "batch",
+            "heads_q",
+            "group",
+            "seqlen_q",
+            "seqlen_k",
+            "head_dim",
+            "head_dim_v",
+            "low",
+            "high",
+            "section",
+        )
+    ]
+    + [("scale", "f4"), ("scale_log2", "f4"), ("negate", "i4")],
+    align=True,
+)
+FORWARD_PARAMS = np.dtype(
+    [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY), ("sizes", SIZES)], align=True
+)
+BACKWARD_PARAMS = np.dtype(
+    [*((n, ARRAY) for n in ("q", "k", "v", "dout", "out", "dq", "dk", "dv"))]
+    + [*((n, ROW_ARRAY) for n in ("lse", "dlse", "delta"))]
+    + [("dq_sum", "u8"), ("turn", "u8"), ("sizes", SIZES)],
+    align=True,
+)
+
+UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
+TINY = 2.0**-126  # stands for a scale of 0, which would make NaN of the -inf of a hidden score
+L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
+MAX_GRID_X = 1 << 30
+MAX_PLANS = 4096
+_plans: dict = {}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel with its grid."""
+
+    kernel: object
+    grid: tuple[int, int]
+    block: tuple[int]
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, variant: Variant, blocks: int, threads: int) -> Launch:
+        if blocks >= 1 << 32:
+            raise ValueError(
+                f"batch * heads * tiles = {blocks} exceeds the {1 << 32} blocks of a launch; split the batch"
+            )
+        x = min(blocks, MAX_GRID_X)
+        device = cupy.cuda.runtime.getDevice()
+        return cls(
+            compiler.kernel(variant, device), (x, -(-blocks // x)), (threads,), variant.spec.shared_bytes
+        )
+
+    def __call__(self, params: np.ndarray) -> None:
+        self.kernel(self.grid, self.block, (params,), shared_mem=self.shared_bytes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of one pass and their struct, which lacks nothing but the pointers."""
+
+    launches: tuple[Launch, ...]
+    params: np.ndarray
+    slots: tuple[int, ...]  # the 64-bit words that hold the pointers
+    workspace: tuple[int, ...] = ()
+
+    def run(self, *pointers: int) -> None:
+        params = self.params.copy()
+        words = params.view(np.int64)
+        for slot, pointer in zip(self.slots, pointers):
+            words[slot] = pointer
+        for launch in self.launches:
+            launch(params)
+
+
+def forward(problem: Problem, q, k, v, out, lse) -> None:
+    """Write ``out`` and, unless it is None, ``lse``."""
+    low_bits = (q.data.ptr | k.data.ptr | v.data.ptr | out.data.ptr) & 15
+    lse_strides = None if lse is None else lse.strides
+    device = cupy.cuda.runtime.getDevice()
+    key = (problem, device, low_bits, q.strides, k.strides, v.strides, out.strides, lse_strides, out.itemsize)
+    plan = _plans.get(key)
+    if plan is None:
+        if not all(map(_rows_contiguous, (q, k, v, out))):
+            target = out if _rows_contiguous(out) else cupy.empty(out.shape, out.dtype)
+            forward(problem, *map(_with_contiguous_rows, (q, k, v)), target, lse)
+            if target is not out:
+                out[...] = target
+            return
+        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse))
+    plan.run(q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr)
+
+
+def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic: bool) -> None:
+    """Write ``dq``, ``dk`` and ``dv``."""
+    arrays = (q, k, v, dout, out, dq, dk, dv)
+    low_bits = 0
+    for x in arrays:
+        low_bits |= x.data.ptr
+    rows = (lse,) if dlse is None else (lse, dlse)
+    device = cupy.cuda.runtime.getDevice()
+    strides = tuple([x.strides for x in arrays + rows])
+    key = (problem, device, low_bits & 15, strides, out.itemsize, deterministic)
+    plan = _plans.get(key)
+    if plan is None:
+        if not all(map(_rows_contiguous, arrays)):
+            q, k, v, dout, out = map(_with_contiguous_rows, (q, k, v, dout, out))
+            targets = [x if _rows_contiguous(x) else cupy.empty(x.shape, x.dtype) for x in (dq, dk, dv)]
+            backward(problem, dout, q, k, v, out, lse, dlse, *targets, deterministic)
+            for given, target in zip((dq, dk, dv), targets):
+                if target is not given:
+                    given[...] = target
+            return
+        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, deterministic))
+    sum_size, turns = plan.workspace
+    delta = cupy.empty(problem.batch * problem.heads_q * problem.seqlen_q, np.float32)
+    dq_sum = cupy.empty(sum_size, np.float32)
+    turn = cupy.zeros(turns, np.uint32) if turns else None
+    plan.run(
+        *(x.data.ptr for x in arrays),
+        lse.data.ptr,
+        0 if dlse is None else dlse.data.ptr,
+        delta.data.ptr,
+        dq_sum.data.ptr,
+        0 if turn is None else turn.data.ptr,
+    )
+
+
+def _rows_contiguous(x) -> bool:
+    return x.shape[-1] == 1 or x.strides[-1] == x.itemsize
+
+
+def _with_contiguous_rows(x):
+    return x if _rows_contiguous(x) else cupy.ascontiguousarray(x)
+
+
+def _remember(key: tuple, plan: Plan) -> Plan:
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def _steps(x) -> tuple[int, ...]:
+    """Strides in elements of the first three axes; that of an axis with one entry means nothing and becomes 0."""
+    return tuple(stride // x.itemsize if n > 1 else 0 for stride, n in zip(x.strides[:3], x.shape))
+
+
+def _access(problem: Problem, arrays: tuple) -> int:
+    """Return the widest load, in bytes, that every row of every array is aligned to and a multiple of."""
+    bits = 16 | 2 * problem.head_dim | 2 * problem.head_dim_v
+    for x in arrays:
+        bits |= x.data.ptr
+        for step in _steps(x):
+            bits |= step * x.itemsize
+    return bits & -bits
+
+
+def _fill(params: np.ndarray, name: str, x) -> None:
+    if x is not None:
+        record = params[0][name]
+        for field, step in zip(record.dtype.names[1:], _steps(x)):
+            record[field] = step
+
+
+def _sizes(problem: Problem, section: int, forward_pass: bool):
+    low = -UNBOUNDED if problem.left is None else problem.diagonal - problem.left
+    high = UNBOUNDED if problem.right is None else problem.diagonal + problem.right
+    used = problem.scale or TINY
+    if forward_pass:  # negates q instead
+        used = abs(used)
+    return (
+        problem.batch, problem.heads_q, problem.group, problem.seqlen_q, problem.seqlen_k, problem.head_dim,
+        problem.head_dim_v, low, high, section, used if forward_pass else problem.scale, used * math.log2(math.e),
+        int(forward_pass and problem.scale < 0),
+    )  # fmt: skip
+
+
+def _slots(dtype: np.dtype, names: tuple[str, ...]) -> tuple[int, ...]:
+    return tuple(dtype.fields[name][1] // 8 for name in names)
+
+
+@functools.cache
+def _shared_limit(device: int) -> int:
+    return cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
+
+
+def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
+    float32_out = out.dtype == np.float32
+    access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
+    variant = choose.forward(problem, access, float32_out, _shared_limit(cupy.cuda.runtime.getDevice()))
+    spec = variant.spec
+    key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    pairs = problem.batch * problem.heads_q
+    section = min(pairs, max(1, L2_SHARE // key_bytes) * problem.group)
+
+    params = np.zeros(1, FORWARD_PARAMS)
+    for name, x in zip(("q", "k", "v", "out", "lse"), (q, k, v, out, lse)):
+        _fill(params, name, x)
+    params["sizes"] = _sizes(problem, section, forward_pass=True)
+    tiles = -(-problem.seqlen_q // spec.block_q)
+    launch = Launch.of(variant, pairs * tiles, spec.threads)
+    return Plan((launch,), params, _slots(FORWARD_PARAMS, ("q", "k", "v", "out", "lse")))
+
+
+def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
+    float32_out = arrays[4].dtype == np.float32
+    access = _access(problem, arrays[:4] + arrays[5:] if float32_out else arrays)
+    main = choose.backward(problem, access, deterministic, _shared_limit(cupy.cuda.runtime.getDevice()))
+    before, after = choose.around_backward(main, float32_out)
+    spec = main.spec
+    pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    query_bytes = problem.group * problem.seqlen_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
+    section = min(pairs_k, max(1, L2_SHARE // query_bytes))
+
+    params = np.zeros(1, BACKWARD_PARAMS)
+    for name, x in zip(("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse"), (*arrays, lse, dlse)):
+        _fill(params, name, x)
+    params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
+    params["sizes"] = _sizes(problem, section, forward_pass=False)
+    row_blocks = pairs_q * -(-problem.seqlen_q // 16)
+    launches = (
+        Launch.of(before, row_blocks, before.spec.threads),
+        Launch.of(main, pairs_k * -(-problem.seqlen_k // spec.block_k), spec.threads),
+        Launch.of(after, row_blocks, after.spec.threads),
+    )
+    turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
+    names = ("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse", "delta", "dq_sum", "turn")
+    return Plan(launches, params, _slots(BACKWARD_PARAMS, names), (row_blocks * 16 * spec.head_dim, turns))

@@ -1,0 +1,104 @@
+"""What is fixed when a kernel is compiled: frozen records whose C++ twins are in ``kernels/core/spec.cuh``.
+
+A spec is written into the kernel's template argument field by field, so that the compiler checks every name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+def _literal(value: int | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Common to all specs: the C++ text, and what a launch needs to know."""
+
+    def cpp(self) -> str:
+        """Return the designated initialiser that names this spec in C++."""
+        body = ", ".join(f".{f.name}={_literal(getattr(self, f.name))}" for f in fields(self))
+        return f"cupyflash::{type(self).__name__}{{{body}}}"
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of one block."""
+        return 0
+
+
+@dataclass(frozen=True)
+class ForwardSpec(Spec):
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    warps: int
+    stages: int
+    blocks_per_sm: int
+    q_in_registers: bool
+    float32_out: bool
+    access: int
+
+    @property
+    def shared_bytes(self) -> int:
+        q = self.block_q * max(self.head_dim, self.head_dim_v)
+        return 2 * (q + self.stages * self.block_k * (self.head_dim + self.head_dim_v))
+
+
+@dataclass(frozen=True)
+class BackwardSpec(Spec):
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    warps: int
+    score_warps_k: int
+    grad_warps_k: int
+    dq_warps_q: int
+    stages: int
+    blocks_per_sm: int
+    deterministic: bool
+    access: int
+
+    @property
+    def p_in_registers(self) -> bool:
+        return self.score_warps_k == self.warps == self.grad_warps_k
+
+    @property
+    def shared_bytes(self) -> int:
+        width = self.head_dim + self.head_dim_v
+        scores = self.block_q * self.block_k * (1 if self.p_in_registers else 2)
+        statistics = 2 * self.stages * self.block_q * 4
+        return 2 * (self.block_k * width + self.stages * self.block_q * width + scores) + statistics
+
+
+@dataclass(frozen=True)
+class PrepareSpec(Spec):
+    """Of the two small kernels around the backward: delta before it, the conversion of dq after it."""
+
+    head_dim: int
+    head_dim_v: int
+    float32_out: bool
+    access: int
+
+    warps = 8
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel as it is compiled: a template in a header, an element type, a spec."""
+
+    header: str  # "sm80/forward.cuh"
+    template: str  # "forward"
+    dtype: str  # "float16" or "bfloat16"
+    spec: Spec
+
+    @property
+    def expression(self) -> str:
+        """The C++ expression that names the instantiation."""
+        return f"cupyflash::{self.template}<cupyflash::{self.dtype}, {self.spec.cpp()}>"

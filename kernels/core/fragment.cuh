@@ -1,0 +1,69 @@
+// The float32 accumulator of one warp: 16 rows, as mma.m16n8k16 and wgmma.m64nN both leave it.
+// x[j][i] is row lane / 4 + 8 * (i / 2), column 8 * j + 2 * (lane % 4) + i % 2.
+// Two neighbouring 16 x 8 blocks, rounded to 16 bits, are the A operand of the next product.
+#pragma once
+
+#include "core/band.cuh"
+
+namespace cupyflash {
+
+template <int kCols_>
+struct Accumulator {
+  static constexpr int kCols = kCols_;
+  float x[kCols / 8][4];
+
+  __device__ __forceinline__ static int row(int half) { return lane_index() / 4 + 8 * half; }
+  __device__ __forceinline__ static int col() { return 2 * (lane_index() % 4); }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[j][i] = 0.f;
+  }
+
+  __device__ __forceinline__ void scale_rows(float upper, float lower) {
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[j][i] *= i < 2 ? upper : lower;
+  }
+
+  // Sets to `hidden` what `visible(row)`, a Range of columns, leaves out.
+  template <class Visible>
+  __device__ __forceinline__ void hide(int first_row, int first_col, float hidden, Visible visible) {
+    first_row = opaque(first_row);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Range range = visible(first_row + row(half));
+      const int first = range.first - first_col - col(), last = range.last - first_col - col();
+#pragma unroll
+      for (int j = 0; j < kCols / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (8 * j + i < first || 8 * j + i > last) x[j][2 * half + i] = hidden;
+    }
+  }
+
+  // Columns 16 * step ... 16 * step + 15 as an A operand.
+  template <class T>
+  __device__ __forceinline__ void operand(uint32 (&a)[4], int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = T::pack(x[2 * step + i / 2][2 * (i % 2)], x[2 * step + i / 2][2 * (i % 2) + 1]);
+  }
+};
+
+// A 16-bit A operand made of accumulators: the left factor that never was in shared memory.
+template <class T, int kCols, int kRowTiles>
+struct Rounded {
+  const Accumulator<kCols> (&x)[kRowTiles];
+  __device__ __forceinline__ void operator()(uint32 (&a)[4], int row_tile, int step) const {
+    x[row_tile].template operand<T>(a, step);
+  }
+};
+template <class T, int kCols, int kRowTiles>
+__device__ __forceinline__ Rounded<T, kCols, kRowTiles> rounded(const Accumulator<kCols> (&x)[kRowTiles]) {
+  return {x};
+}
+
+}  // namespace cupyflash

@@ -1,0 +1,44 @@
+// The one argument of each kernel; NumPy twins in cupyflash/launch.py. Strides count elements.
+//
+// Conventions: lse is the natural logarithm in float32, -inf for a row that sees no key (its out is 0).
+#pragma once
+
+#include "core/types.cuh"
+
+namespace cupyflash {
+
+struct Array {  // (batch, seqlen, heads, head_dim), the last axis contiguous
+  void* data;
+  int64 batch, row, head;
+};
+
+struct RowArray {  // (batch, heads, seqlen)
+  float* data;
+  int64 batch, head, row;
+
+  __device__ __forceinline__ float* at(int b, int h) const { return data + b * batch + h * head; }
+};
+
+struct Sizes {
+  int batch, heads_q, group, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  int low, high;  // query i sees the keys i + low ... i + high
+  int section;    // (batch, head) pairs that run together, so that what they share stays in L2
+  float scale, scale_log2;
+  int negate;  // scale was negative: the forward negates q and uses its absolute value
+};
+
+struct ForwardParams {
+  Array q, k, v, out;
+  RowArray lse;
+  Sizes sizes;
+};
+
+struct BackwardParams {
+  Array q, k, v, dout, out, dq, dk, dv;
+  RowArray lse, dlse, delta;
+  float* dq_sum;  // (batch * heads_q, 16-row blocks, 8-column blocks, 128): accumulator fragments
+  uint32* turn;   // deterministic: work counter, then one counter for each (batch, head, query tile)
+  Sizes sizes;
+};
+
+}  // namespace cupyflash

@@ -1,0 +1,28 @@
+// Names for what every kernel uses: fixed-width integers, constants, the warp.
+#pragma once
+
+namespace cupyflash {
+
+using int64 = long long;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr uint32 kFullWarp = 0xffffffffu;
+
+__device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
+// The shuffle tells the compiler that the index is the same in the whole warp.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(kFullWarp, threadIdx.x / 32, 0); }
+
+// The same value, of unknown origin: what depends on it is computed where it is used, not kept in registers for a loop.
+template <class T>
+__device__ __forceinline__ T opaque(T value) {
+  if constexpr (sizeof(T) == 8)
+    asm volatile("" : "+l"(value));
+  else
+    asm volatile("" : "+r"(value));
+  return value;
+}
+
+}  // namespace cupyflash

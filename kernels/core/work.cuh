@@ -1,0 +1,26 @@
+// Which tile a block computes. Blocks start in the order of their index: within a section of heads whose shared
+// operands fit in L2, the heads run side by side, tile after tile, the longest tiles of a causal mask first.
+#pragma once
+
+#include "core/params.cuh"
+
+namespace cupyflash {
+
+struct Work {
+  int tile, batch, head;
+  bool valid;
+};
+
+// `heads` is the number of heads of one batch, `tiles` the tiles of one head; `descending` starts with the last tile.
+__device__ inline Work find_work(uint32 index, int tiles, int batch, int heads, int section, bool descending) {
+  const uint32 pairs = uint32(batch) * heads, per_section = uint32(section) * tiles;
+  const uint32 first = index / per_section * section, rest = index % per_section;
+  if (first >= pairs) return {0, 0, 0, false};
+  const uint32 width = min(uint32(section), pairs - first);
+  const uint32 tile = rest / width, pair = first + rest % width;
+  return {int(descending ? tiles - 1 - tile : tile), int(pair / heads), int(pair % heads), tile < uint32(tiles)};
+}
+
+__device__ inline uint32 block_index() { return blockIdx.y * gridDim.x + blockIdx.x; }
+
+}  // namespace cupyflash

@@ -1,0 +1,164 @@
+// out = softmax(scale q k^T) v and its log-sum-exp: FlashAttention-2's forward (arXiv 2307.08691, Algorithm 1) with
+// mma.sync. A block owns block_q queries of one head and goes through the keys they see from the last tile to the first.
+#pragma once
+
+#include "core/epilogue.cuh"
+#include "core/softmax.cuh"
+#include "core/spec.cuh"
+#include "core/work.cuh"
+#include "sm80/tile.cuh"
+
+namespace cupyflash {
+
+// -q for a negative scale: the softmax takes its maximum before it scales.
+template <int kThreads, class QTile>
+__device__ __forceinline__ void negate(QTile q) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < q.kBytes / 4; i += kThreads) store_shared(q.base + 4 * i, load_shared(q.base + 4 * i) ^ 0x80008000u);
+}
+
+template <int kRowTiles, int kSteps>
+struct InRegisters {  // a left operand read once
+  uint32 a[kSteps][kRowTiles][4];
+
+  template <class Source>
+  __device__ __forceinline__ void read(Source source) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) source(a[step][t], t, step);
+  }
+  __device__ __forceinline__ void operator()(uint32 (&r)[4], int row_tile, int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) r[i] = a[step][row_tile][i];
+  }
+};
+template <int kRowTiles>
+struct InRegisters<kRowTiles, 0> {};
+
+template <class T, ForwardSpec kSpec>
+__global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) forward(const __grid_constant__ ForwardParams p) {
+  constexpr int kThreads = 32 * kSpec.warps, kRowTiles = kSpec.rows_per_warp() / 16;
+  constexpr int kSteps = kSpec.head_dim / 16, kAccess = kSpec.access;
+  using QTile = Tile<kSpec.block_q, kSpec.head_dim>;
+  using KTile = Tile<kSpec.block_k, kSpec.head_dim>;
+  using VTile = Tile<kSpec.block_k, kSpec.head_dim_v>;
+  using OutTile = Tile<kSpec.block_q, kSpec.head_dim_v>;  // takes the place of q
+  constexpr int kQBytes = QTile::kBytes > OutTile::kBytes ? QTile::kBytes : OutTile::kBytes;
+
+  extern __shared__ __align__(1024) char shared[];
+  const QTile q_tile(shared_address(shared));
+  const OutTile out_tile(q_tile.base);
+  const auto k_tile = [&](int stage) { return KTile(q_tile.base + kQBytes + stage * KTile::kBytes); };
+  const auto v_tile = [&](int stage) { return VTile(q_tile.base + kQBytes + kSpec.stages * KTile::kBytes + stage * VTile::kBytes); };
+
+  const Sizes& s = p.sizes;
+  const int q_tiles = (s.seqlen_q + kSpec.block_q - 1) / kSpec.block_q;
+  const Work work = find_work(block_index(), q_tiles, s.batch, s.heads_q, s.section, true);
+  if (!work.valid) return;
+  const Matrix q = head_of(p.q, work.batch, work.head, s.seqlen_q, s.head_dim);
+  const Matrix k = head_of(p.k, work.batch, work.head / s.group, s.seqlen_k, s.head_dim);
+  const Matrix v = head_of(p.v, work.batch, work.head / s.group, s.seqlen_k, s.head_dim_v);
+
+  const Band band(s);
+  const int first_row = work.tile * kSpec.block_q, warp_row = warp_index() * kSpec.rows_per_warp();
+  const Range rows = {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1};
+  const Range seen = keys_of_any(band, rows), seen_by_all = keys_of_all(band, rows);
+  const int first_tile = seen.first / kSpec.block_k, last_tile = seen.last < seen.first ? first_tile - 1 : seen.last / kSpec.block_k;
+
+  Accumulator<kSpec.head_dim_v> out[kRowTiles];
+#pragma unroll
+  for (int t = 0; t < kRowTiles; ++t) out[t].clear();
+  OnlineSoftmax<kRowTiles> softmax;
+
+  if (last_tile >= first_tile) {
+    load_tile<kThreads, kAccess>(q_tile, q, first_row);
+    load_tile<kThreads, kAccess>(k_tile(0), k, last_tile * kSpec.block_k);
+    if constexpr (kSpec.stages == 2) load_tile<kThreads, kAccess>(v_tile(0), v, last_tile * kSpec.block_k);
+    commit_copies();
+  }
+  if (s.negate) {
+    wait_copies<0>();
+    __syncthreads();
+    negate<kThreads>(q_tile);
+  }
+  InRegisters<kRowTiles, kSpec.q_in_registers ? kSteps : 0> q_operand;
+  if constexpr (kSpec.q_in_registers) {
+    wait_copies<0>();
+    __syncthreads();
+    q_operand.read(Left(q_tile, warp_row));
+  }
+
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = last_tile; tile >= first_tile; --tile) {
+    wait_copies<0>();
+    __syncthreads();  // this tile has landed, and every warp is done with the previous one
+    if constexpr (kSpec.stages == 2) {
+      if (tile > first_tile) {
+        load_tile<kThreads, kAccess>(k_tile(stage ^ 1), k, (tile - 1) * kSpec.block_k);
+        load_tile<kThreads, kAccess>(v_tile(stage ^ 1), v, (tile - 1) * kSpec.block_k);
+      }
+    } else {
+      load_tile<kThreads, kAccess>(v_tile(0), v, tile * kSpec.block_k);
+    }
+    commit_copies();
+
+    Accumulator<kSpec.block_k> scores[kRowTiles];
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) scores[t].clear();
+    const RightTransposed k_operand(k_tile(stage));
+    if constexpr (kSpec.q_in_registers)
+      product<T, kSteps>(scores, q_operand, k_operand);
+    else
+      product<T, kSteps>(scores, Left(q_tile, warp_row), k_operand);
+
+    const int first_key = tile * kSpec.block_k;
+    if (first_key < seen_by_all.first || first_key + kSpec.block_k - 1 > seen_by_all.last) {
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+        scores[t].hide(first_row + warp_row + 16 * t, first_key, -kInfinity, [&](int row) { return band.keys(row); });
+    }
+
+    if constexpr (kSpec.stages == 1) {
+      wait_copies<0>();
+      __syncthreads();  // v has landed, and every warp is done with k
+      if (tile > first_tile) load_tile<kThreads, kAccess>(k_tile(0), k, (tile - 1) * kSpec.block_k);
+      commit_copies();
+    }
+    softmax.update(scores, out, s.scale_log2);
+    product<T, kSpec.block_k / 16>(out, rounded<T>(scores), Right(v_tile(stage)));
+    if constexpr (kSpec.stages == 2) stage ^= 1;
+  }
+
+#pragma unroll
+  for (int t = 0; t < kRowTiles; ++t) {
+    float inverse[2], lse[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      softmax.finish(t, half, s.scale, inverse[half], lse[half]);
+      const int row = first_row + warp_row + 16 * t + out[t].row(half);
+      if (p.lse.data != nullptr && lane_index() % 4 == 0 && row < s.seqlen_q)
+        p.lse.at(work.batch, work.head)[row * p.lse.row] = lse[half];
+    }
+    out[t].scale_rows(inverse[0], inverse[1]);
+  }
+  const Matrix target = head_of(p.out, work.batch, work.head, s.seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
+  if constexpr (kSpec.float32_out || kAccess < 16) {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      if constexpr (kSpec.float32_out)
+        store_direct<float>(out[t], target, first_row + warp_row + 16 * t, 0);
+      else
+        store_direct<T>(out[t], target, first_row + warp_row + 16 * t, 0);
+    }
+  } else {
+    __syncthreads();  // every warp is done with q, whose place the tile takes
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) out_tile.template store<T>(out[t], warp_row + 16 * t, 0);
+    __syncthreads();
+    store_tile<kThreads>(out_tile, target, first_row);
+  }
+}
+
+}  // namespace cupyflash

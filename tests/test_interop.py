@@ -1,0 +1,824 @@
+"""Arrays of other libraries, layouts, devices, streams and threads."""
+
+import contextlib
+import ctypes
+import gc
+import sys
+import threading
+import types
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import interop
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+GPU_DTYPES = ("float16", "bfloat16")
+
+
+def normal(shape, dtype="float32", seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def inputs(dtype="float32"):
+    """dout, q, k, v"""
+    shapes = (2, 5, 4, 6), (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6)
+    return [normal(shape, dtype, seed) for seed, shape in enumerate(shapes)]
+
+
+def results(dout, q, k, v, **options):
+    """out, lse, dq, dk, dv"""
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    return [out, lse, *cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=lse, **options)]
+
+
+def assert_same(got, expected):
+    for x, y in zip(got, expected, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+# ----------------------------------------------------------------------------------------------- layouts
+
+
+def layouts(x):
+    """The values of x in other layouts."""
+    wide = np.zeros((*x.shape[:-1], 2 * x.shape[-1] + 1), x.dtype)
+    wide[..., 1::2] = x
+    padded = np.full([n + 2 for n in x.shape], np.nan, x.dtype)
+    inner = padded[tuple(slice(1, -1) for _ in x.shape)]
+    inner[...] = x
+    odd = np.zeros(x.nbytes + 1, np.uint8)[1:].view(x.dtype).reshape(x.shape)
+    odd[...] = x
+    return {
+        "last axis first": np.ascontiguousarray(np.moveaxis(x, -1, 0)).transpose(1, 2, 3, 0),
+        "heads before seqlen": np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2),
+        "every other element": wide[..., 1::2],
+        "keys backwards": np.ascontiguousarray(x[:, ::-1])[:, ::-1],
+        "channels backwards": np.ascontiguousarray(x[..., ::-1])[..., ::-1],
+        "within a larger array": inner,
+        "odd address": odd,
+    }
+
+
+@pytest.mark.parametrize("name", layouts(normal((1, 1, 1, 1))))
+@pytest.mark.parametrize("which", [0, 1, 2, 3, None])
+def test_layouts(name, which):
+    """B083, B084, B087: any strides, in one array or in all; gradients are plain arrays."""
+    args = inputs()
+    expected = results(*args)
+    strange = [layouts(x)[name] if which in (i, None) else x for i, x in enumerate(args)]
+    got = results(*strange)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)  # BLAS may round otherwise
+        assert x.flags.c_contiguous
+
+
+def test_broadcast_gradient():
+    """B083: what the sum of out sends back has no strides at all."""
+    _, q, k, v = inputs()
+    dout = np.broadcast_to(np.float32(1), (2, 5, 4, 6))
+    assert_same(results(dout, q, k, v), results(dout.copy(), q, k, v))
+
+
+@pytest.mark.parametrize("stride", [0, 1, 3, 10**12, -(10**12)])
+def test_axes_of_size_1(stride):
+    """B088: their strides mean nothing."""
+    args = [normal((1, 1, 1, 8), seed=seed) for seed in range(4)]
+    expected = results(*args)
+    strange = [np.lib.stride_tricks.as_strided(x, x.shape, (stride, stride, stride, 4)) for x in args]
+    assert_same(results(*strange), expected)
+    out = np.lib.stride_tricks.as_strided(np.empty(8, np.float32), (1, 1, 1, 8), (stride, stride, stride, 4))
+    assert_same([cupyflash.attention(*strange[1:], out=out)], expected[:1])
+
+
+def test_read_only_inputs():
+    """B114"""
+    args = inputs()
+    expected = results(*args)
+    before = [x.copy() for x in args]
+    for x in args:
+        x.flags.writeable = False
+    assert_same(results(*args), expected)
+    assert_same(args, before)
+
+
+def test_numpy_subclass(tmp_path):
+    args = inputs()
+    mapped = []
+    for i, x in enumerate(args):
+        mapped.append(np.memmap(tmp_path / str(i), x.dtype, "w+", shape=x.shape))
+        mapped[-1][...] = x
+    got = results(*mapped)
+    assert_same(got, results(*args))
+    assert all(type(x) is np.ndarray for x in got)
+
+
+# ------------------------------------------------------------------------------- libraries, on the host
+
+
+class Library:
+    """A module of arrays with DLPack and nothing else."""
+
+    __name__ = "library"
+
+    class Array:
+        def __init__(self, x, device=(1, 0)):
+            self.x, self.device = x, device
+
+        def __dlpack__(self, **kwargs):
+            return self.x.__dlpack__(**kwargs)
+
+        def __dlpack_device__(self):
+            return self.device
+
+        def __array_namespace__(self):
+            return library
+
+    def from_dlpack(self, x):
+        return self.Array(np.from_dlpack(x))
+
+
+library = Library()
+
+
+def from_numpy(name, x):
+    if name == "numpy":
+        return x
+    if name == "library":
+        return library.Array(x)
+    if name == "torch":
+        torch = pytest.importorskip("torch")
+        return torch.from_numpy(x.view("i2")).view(torch.bfloat16) if x.dtype == BF16 else torch.from_numpy(x)
+    return pytest.importorskip("jax").numpy.asarray(x)
+
+
+def to_numpy(x):
+    if type(x).__module__ == "torch":
+        torch = sys.modules["torch"]
+        assert type(x) is torch.Tensor and not x.requires_grad
+        return x.cpu().view(torch.int16).numpy().view(BF16) if x.dtype == torch.bfloat16 else x.cpu().numpy()
+    return x.x if isinstance(x, Library.Array) else np.asarray(x)
+
+
+CASES = [(name, dtype) for name in ("torch", "jax", "library") for dtype in DTYPES]
+CASES = [case for case in CASES if case not in [("library", "bfloat16"), ("jax", "float64")]]
+
+
+@pytest.mark.parametrize("name, dtype", CASES)
+@pytest.mark.parametrize("batched", [True, False])
+def test_library(name, dtype, batched):
+    """B111: what comes in goes out, with the bits that NumPy arrays give; inputs stay as they are (B114)."""
+    args = inputs(dtype)
+    if not batched:
+        args = [x[1] for x in args]
+    before = [x.copy() for x in args]
+    theirs = [from_numpy(name, x) for x in args]
+    got = results(*theirs, causal=True)
+    assert all(type(x) is type(theirs[0]) for x in got)
+    assert_same(map(to_numpy, got), results(*args, causal=True))
+    assert_same(map(to_numpy, theirs), before)
+
+
+@pytest.mark.parametrize("name", ["torch", "library"])
+def test_no_copy(name, monkeypatch):
+    """The backend works in the memory of the caller's arrays."""
+    args = inputs()
+    seen = []
+    monkeypatch.setattr("cupyflash.cpu.forward", lambda problem, *views: seen.extend(views))
+    out = cupyflash.attention(*[from_numpy(name, x) for x in args[1:]])
+    for x, view in zip((*args[1:], to_numpy(out)), seen, strict=False):
+        assert x.__array_interface__["data"][0] == view.__array_interface__["data"][0]
+    assert seen[-1] is None
+
+
+def test_jax_without_copy(monkeypatch):
+    _, q, k, v = (from_numpy("jax", x) for x in inputs("bfloat16"))
+    seen = []
+    monkeypatch.setattr("cupyflash.cpu.forward", lambda problem, *views: seen.extend(views))
+    cupyflash.attention(q, k, v)
+    for x, view in zip((q, k, v), seen, strict=False):
+        assert x.unsafe_buffer_pointer() == view.__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("name", ["jax", "library"])
+def test_immutable_out(name):
+    """B114: refused, whatever the shape."""
+    _, q, k, v = (from_numpy(name, x) for x in inputs())
+    out = from_numpy(name, np.zeros((2, 5, 4, 6), "float32"))
+    with pytest.raises(ValueError, match="out is a read-only array in .* on the host; allowed"):
+        cupyflash.attention(q, k, v, out=out)
+    assert not to_numpy(out).any()
+
+
+@pytest.mark.parametrize(
+    "first, second", [("numpy", "torch"), ("torch", "numpy"), ("library", "numpy"), ("jax", "torch")]
+)
+def test_libraries_do_not_mix(first, second):
+    """B116"""
+    dout, q, k, v = inputs()
+    names = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX", "library": "library"}
+    with pytest.raises(TypeError, match="allowed") as caught:
+        cupyflash.attention(from_numpy(first, q), from_numpy(second, k), from_numpy(first, v))
+    for part in (f"q is in {names[first]} on the host", f"k is in {names[second]} on the host"):
+        assert part in str(caught.value)
+    with pytest.raises(TypeError, match=f"out is in {names[second]}"):
+        cupyflash.attention(*[from_numpy(first, x) for x in (q, k, v)], out=from_numpy(second, dout))
+
+
+def test_library_without_namespace():
+    class Array(Library.Array):
+        __array_namespace__ = property()
+
+    _, q, k, v = inputs()
+    with pytest.raises(TypeError, match="q is a .*Array without __array_namespace__"):
+        cupyflash.attention(Array(q), Array(k), Array(v))
+
+
+def test_library_that_cannot_export():
+    """NumPy takes no bfloat16 through DLPack: an error, and no result of another dtype."""
+    _, q, k, v = (library.Array(x) for x in inputs("bfloat16"))
+    with pytest.raises(TypeError, match="q is a .*Array that numpy cannot view: .*; allowed"):
+        cupyflash.attention(q, k, v)
+
+
+def test_library_on_another_device():
+    _, q, k, v = (library.Array(x, (8, 0)) for x in inputs())
+    with pytest.raises(ValueError, match=r"q is on DLPack device \(8, 0\); allowed"):
+        cupyflash.attention(q, k, v)
+
+
+# ----------------------------------------------------------------------------------------------- PyTorch
+
+
+def test_torch_out():
+    dout, q, k, v = inputs("bfloat16")
+    expected = cupyflash.attention(q, k, v)
+    q, k, v = (from_numpy("torch", x) for x in (q, k, v))
+    out = from_numpy("torch", dout)
+    assert cupyflash.attention(q, k, v, out=out) is out
+    assert_same([to_numpy(out)], [expected])
+    with pytest.raises(ValueError, match="out shares memory with q"):
+        cupyflash.attention(q, k, v, out=q[..., :6])
+
+
+def test_torch_requires_grad():
+    """B113"""
+    torch = pytest.importorskip("torch")
+    args = inputs()
+    expected = results(*args)
+    dout, q, k, v = (torch.nn.Parameter(from_numpy("torch", x)) for x in args)
+    with pytest.raises(
+        ValueError, match=r"q requires grad.*q\.detach\(\).*torch\.no_grad\(\).*attention_backward"
+    ):
+        cupyflash.attention(q, k, v)
+    with pytest.raises(ValueError, match="v requires grad"):
+        cupyflash.attention(q.detach(), k.detach(), v)
+    with pytest.raises(ValueError, match="dout requires grad"):
+        cupyflash.attention_backward(dout, *[from_numpy("torch", x) for x in (*args[1:], *expected[:2])])
+    with torch.no_grad():
+        assert_same(map(to_numpy, results(dout, q, k, v)), expected)
+    with torch.inference_mode():
+        assert_same(map(to_numpy, results(dout, q, k, v)), expected)
+    assert_same(map(to_numpy, results(*[x.detach() for x in (dout, q, k, v)])), expected)
+
+
+def test_torch_tensors_without_plain_memory():
+    """B116"""
+    torch = pytest.importorskip("torch")
+    _, q, k, v = (from_numpy("torch", x) for x in inputs())
+    negative = torch.complex(q, -q).conj().imag
+    conjugate = torch.complex(q, q).conj()
+    for wrong, error, words in (
+        (negative, ValueError, r"q has .*is_neg\(\) True; allowed: .*resolve_neg\(\)"),
+        (conjugate, ValueError, r"q has .*is_conj\(\) True"),
+        (q.to_sparse(), ValueError, "q has layout torch.sparse_coo"),
+        (q.to("meta"), ValueError, "q is a tensor on device meta; allowed: cpu, cuda"),
+        (q.to(torch.int32), TypeError, "q has dtype torch.int32; allowed: torch.float16, torch.bfloat16"),
+        (q.to(torch.float8_e4m3fn), TypeError, "q has dtype torch.float8_e4m3fn"),
+    ):
+        with pytest.raises(error, match=words):
+            cupyflash.attention(wrong, k, v)
+    expected = cupyflash.attention(q, k, v)
+    assert torch.equal(cupyflash.attention(negative.resolve_neg(), k, v), expected)
+
+
+def test_torch_layouts():
+    """Transposed, expanded and sliced tensors, bfloat16 among them."""
+    _, q, k, v = (from_numpy("torch", x) for x in inputs("bfloat16"))
+    dout = from_numpy("torch", normal((1, 1, 1, 1), "bfloat16")).expand(2, 5, 4, 6)
+    expected = [to_numpy(x) for x in results(dout.clone(), q, k, v)]
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    k = k.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+    v = v.repeat(1, 1, 1, 2)[..., :6]
+    assert_same(map(to_numpy, results(dout, q, k, v)), expected)
+
+
+# --------------------------------------------------------------------------------------------------- JAX
+
+
+def test_jax_tracer():
+    jax = pytest.importorskip("jax")
+    _, q, k, v = (from_numpy("jax", x) for x in inputs())
+    with pytest.raises(TypeError, match="q is traced by JAX; allowed"):
+        jax.jit(cupyflash.attention)(q, k, v)
+
+
+# -------------------------------------------------------------------------------- CuPy arrays, without a GPU
+
+
+def cupy_array(x, device=0):
+    """A CuPy array at the address of host memory: it can be checked, but not computed with."""
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.UnownedMemory(x.__array_interface__["data"][0], x.nbytes, x, device)
+    return cupy.ndarray(x.shape, x.dtype, cupy.cuda.MemoryPointer(memory, 0), x.strides)
+
+
+@pytest.fixture
+def current_device(monkeypatch):
+    """Stand in for CUDA: the device that is current, and the order in which others became so."""
+    cupy = pytest.importorskip("cupy")
+    stack = [0]
+
+    class Device:
+        def __init__(self, index):
+            self.index = index
+
+        def __enter__(self):
+            stack.append(self.index)
+
+        def __exit__(self, *exc):
+            stack.append("left")
+
+    cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(getDevice=lambda: 0), Device=Device)
+    xp = types.SimpleNamespace(cuda=cuda, ndarray=cupy.ndarray, ascontiguousarray=lambda x: ("copy", x))
+    monkeypatch.setattr(interop.Home, "xp", xp)
+    return stack
+
+
+def test_cupy_devices_do_not_mix():
+    """B101"""
+    _, q, k, v = inputs("float16")
+    with pytest.raises(
+        ValueError, match="q is in CuPy on GPU 0, k is in CuPy on GPU 1, v is in CuPy on GPU 0"
+    ):
+        cupyflash.attention(cupy_array(q), cupy_array(k, 1), cupy_array(v))
+    with pytest.raises(TypeError, match="q is in CuPy on GPU 0, k is in NumPy on the host"):
+        cupyflash.attention(cupy_array(q), k, v)
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_cupy_call(current_device, monkeypatch, device):
+    """The backend gets the arrays, on their device; scattered ones are copied; out is written at last."""
+    calls = []
+    backend = types.SimpleNamespace(forward=lambda *args: calls.append((*args, len(current_device))))
+    monkeypatch.setattr(interop.Home, "backend", backend)
+    dout, q, k, v = (cupy_array(x, device) for x in inputs("float16"))
+    scattered = layouts(inputs("float16")[2])["last axis first"]
+    for _ in range(2):
+        assert cupyflash.attention(q, cupy_array(scattered, device), v, out=dout) is dout
+        problem, *views, lse, depth = calls.pop()
+        assert views[0] is q and views[1][0] == "copy" and views[2] is v and views[3] is dout and lse is None
+        assert problem.dtype == "float16" and problem.seqlen_k == 7
+        assert current_device[-1] == ("left" if device else 0) and depth == (2 if device else 1)
+        del current_device[1:]
+
+
+def test_cupy_arguments(current_device):
+    args = inputs("float16")
+    q, k, v = (cupy_array(x) for x in args[1:])
+    wide = [cupy_array(x) for x in inputs("float32")[1:]]
+    with pytest.raises(
+        NotImplementedError, match="q has dtype float32; allowed on the GPU: float16, bfloat16"
+    ):
+        cupyflash.attention(*wide)
+    with pytest.raises(ValueError, match="out shares memory with q"):
+        cupyflash.attention(q, k, v, out=cupy_array(args[1][..., :6]))
+    odd = np.zeros(q.nbytes + 1, np.uint8)[1:].view(np.float16).reshape(q.shape)
+    with pytest.raises(ValueError, match="q is at address 0x.*; allowed: multiples of 2"):
+        cupyflash.attention(cupy_array(odd), k, v)
+
+
+# --------------------------------------------------------------------------------------- threads and memory
+
+
+def in_threads(work, count=10):
+    barrier, errors = threading.Barrier(count), []
+
+    def run(i):
+        try:
+            barrier.wait()
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_threads():
+    """B108: the first call of ten threads at once."""
+    args = inputs()
+    expected = results(*args)
+    sys.modules["cupyflash.attention"]._plans.clear()
+    interop._FINDERS.clear()
+    interop._HOMES.clear()
+    libraries = ["numpy", "library"] + ["torch"] * ("torch" in sys.modules)
+
+    def work(i):
+        for repeat in range(20):
+            name = libraries[(i + repeat) % len(libraries)]
+            assert_same(map(to_numpy, results(*[from_numpy(name, x) for x in args])), expected)
+
+    in_threads(work)
+
+
+@pytest.mark.parametrize("name", ["numpy", "torch", "library", "jax"])
+def test_nothing_is_kept(name):
+    """B109: no array, and no object of ours, outlives a call."""
+    theirs = [from_numpy(name, x) for x in inputs()]
+
+    def counts(calls):
+        for _ in range(calls):
+            results(*theirs)
+            with contextlib.suppress(ValueError):
+                cupyflash.attention(theirs[1], theirs[2], theirs[2], scale=float("nan"))
+        gc.collect()
+        return len(gc.get_objects()), [sys.getrefcount(x) for x in theirs]
+
+    counts(20)
+    objects, references = counts(20)
+    more_objects, more_references = counts(200)
+    assert more_references == references
+    assert more_objects - objects < 100
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.fixture
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def torch_cuda():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch sees no GPU")
+    return torch
+
+
+def to_cupy(x, cupy):
+    return cupy.asarray(x.view("u2")).view(x.dtype)
+
+
+def gpu_inputs(cupy, dtype="float16"):
+    """dout, q, k, v with more than one tile"""
+    shapes = (2, 200, 4, 64), (2, 200, 4, 64), (2, 300, 2, 64), (2, 300, 2, 64)
+    return [to_cupy(normal(shape, dtype, seed), cupy) for seed, shape in enumerate(shapes)]
+
+
+def gpu_results(dout, q, k, v, **options):
+    """`results`, and the same bits each time."""
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    backward = cupyflash.attention_backward
+    return [out, lse, *backward(dout, q, k, v, out, lse, dlse=lse, deterministic=True, **options)]
+
+
+def assert_same_bits(got, expected):
+    for x, y in zip(got, expected, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape
+        assert bytes(x.get() if hasattr(x, "get") else x) == bytes(y.get())
+
+
+def torch_from(torch, x):
+    """A tensor with memory of its own."""
+    integers = torch.from_dlpack(x.view("i2")).clone()
+    return integers.view(torch.bfloat16 if x.dtype == BF16 else torch.float16)
+
+
+def torch_bits(x):
+    return (
+        x.contiguous().cpu().numpy()
+        if x.element_size() == 4
+        else x.contiguous().view(sys.modules["torch"].int16).cpu().numpy()
+    )
+
+
+DELAY = r"""extern "C" __global__ void wait(long long clocks) {
+    long long start = clock64();
+    while (clock64() - start < clocks) {}
+}"""
+
+
+def delay(cupy, clocks=200_000_000):
+    """Keep the current stream busy for about a tenth of a second."""
+    cupy.RawKernel(DELAY, "wait")((1,), (1,), (np.int64(clocks),))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+def test_gpu_agrees_with_host(cupy, dtype):
+    args = gpu_inputs(cupy, dtype)
+    eps = float(ml_dtypes.finfo(dtype).eps)
+    got, expected = gpu_results(*args, causal=True), results(*[x.get() for x in args], causal=True)
+    for x, y in zip(got, expected, strict=True):
+        assert type(x) is cupy.ndarray and x.dtype == y.dtype
+        x, y = x.get().astype("f8"), y.astype("f8")
+        np.testing.assert_allclose(x, y, rtol=8 * eps, atol=8 * eps * abs(y).max())
+
+
+@pytest.mark.gpu
+def test_gpu_layouts(cupy):
+    """B083, B084, B087, B088"""
+    args = gpu_inputs(cupy)
+    expected = gpu_results(*args)
+    for name in layouts(args[0].get()).keys() - {"odd address"}:
+        for which in range(4):
+            strange = list(args)
+            host = layouts(args[which].get())[name]
+            low, high = np.lib.array_utils.byte_bounds(host)
+            memory = cupy.asarray(np.frombuffer(ctypes.string_at(low, high - low), np.uint8))
+            start = memory.data + (host.ctypes.data - low)
+            strange[which] = cupy.ndarray(host.shape, host.dtype, start, host.strides)
+            assert_same_bits(gpu_results(*strange), expected)
+    dout = cupy.broadcast_to(cupy.float16(1), args[0].shape)
+    assert_same_bits(gpu_results(dout, *args[1:]), gpu_results(cupy.ascontiguousarray(dout), *args[1:]))
+    one = [x[:1, :1, :1] for x in args]
+    strange = [cupy.ndarray(x.shape, x.dtype, x.data, (10**12, 2, 6, 2)) for x in one]
+    assert_same_bits(gpu_results(*strange), gpu_results(*[cupy.ascontiguousarray(x) for x in one]))
+
+
+@pytest.mark.gpu
+def test_gpu_out(cupy):
+    _, q, k, v = gpu_inputs(cupy, "bfloat16")
+    expected = cupyflash.attention(q, k, v)
+    scattered = cupy.full((*q.shape[:-1], 3 * q.shape[-1]), cupy.nan, BF16)
+    fused = cupy.full((2, 200, 3, 4, 64), cupy.nan, BF16)
+    for out in (cupy.empty_like(q), scattered[..., ::3], fused[:, :, 1], fused[:, ::-1, 2]):
+        assert cupyflash.attention(q, k, v, out=out) is out
+        assert_same_bits([out], [expected])
+    assert (
+        np.isnan(scattered.get()[..., 1::3].astype("f4")).all()
+        and np.isnan(fused.get()[:, :, 0].astype("f4")).all()
+    )
+    wide = cupy.empty(q.shape, "f4")
+    assert cupyflash.attention(q, k, v, out=wide) is wide
+    assert_same_bits([wide.astype(BF16)], [expected])
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+            cupyflash.attention(q, k, v, out=cupy.ndarray(q.shape, q.dtype, x.data))
+
+
+@pytest.mark.gpu
+def test_gpu_refusals(cupy):
+    _, q, k, v = gpu_inputs(cupy)
+    with pytest.raises(
+        NotImplementedError, match="q has dtype float32; allowed on the GPU: float16, bfloat16"
+    ):
+        cupyflash.attention(q.astype("f4"), k.astype("f4"), v.astype("f4"))
+    with pytest.raises(ValueError, match="q has head_dim 257; allowed: 1 to 256 on the GPU"):
+        wide = cupy.zeros((1, 2, 1, 257), "f2")
+        cupyflash.attention(wide, wide, wide)
+    with pytest.raises(TypeError, match="q is in CuPy on GPU 0, k is in NumPy on the host"):
+        cupyflash.attention(q, k.get(), v)
+    with pytest.raises(ValueError, match="q is at address 0x.*; allowed: multiples of 2"):
+        cupyflash.attention(cupy.zeros(q.nbytes + 1, "u1")[1:].view("f2").reshape(q.shape), k, v)
+    with pytest.raises(TypeError, match="scale is .*cupy"):
+        cupyflash.attention(q, k, v, scale=cupy.array(0.5))
+
+
+@pytest.mark.gpu
+def test_gpu_empty(cupy):
+    _, q, k, v = gpu_inputs(cupy)
+    out, lse = cupyflash.attention(q, k[:, :0], v[:, :0], return_lse=True)
+    assert not out.any() and cupy.isneginf(lse).all()
+    grads = cupyflash.attention_backward(out, q, k[:, :0], v[:, :0], out, lse)
+    assert grads.dk.shape == (2, 0, 2, 64) and not grads.dq.any()
+    grads = cupyflash.attention_backward(out[:, :0], q[:, :0], k, v, out[:, :0], lse[..., :0])
+    assert not grads.dk.any() and not grads.dv.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+def test_gpu_torch(cupy, torch_cuda, dtype):
+    """B111, B113"""
+    torch = torch_cuda
+    args = gpu_inputs(cupy, dtype)
+    expected = gpu_results(*args)
+    theirs = [torch_from(torch, x) for x in args]
+    got = gpu_results(*theirs)
+    assert all(x.device == theirs[0].device for x in got) and got[0].dtype is theirs[0].dtype
+    for x, y in zip(got, expected, strict=True):
+        assert bytes(torch_bits(x)) == bytes(y.get())
+    out = torch.empty_like(theirs[0])
+    assert cupyflash.attention(*theirs[1:], out=out) is out and torch.equal(out, got[0])
+    strange = theirs[2].permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+    assert torch.equal(cupyflash.attention(theirs[1], strange, theirs[3]), got[0])
+    q = theirs[1].requires_grad_()
+    with pytest.raises(ValueError, match="q requires grad"):
+        cupyflash.attention(q, *theirs[2:])
+    with torch.no_grad():
+        assert torch.equal(cupyflash.attention(q, *theirs[2:]), got[0])
+    with pytest.raises(ValueError, match="q is in PyTorch on GPU 0, k is in PyTorch on the host"):
+        cupyflash.attention(q.detach(), theirs[2].cpu(), theirs[3])
+    with pytest.raises(TypeError, match="q is in PyTorch on GPU 0, k is in CuPy on GPU 0"):
+        cupyflash.attention(q.detach(), args[2], args[3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", GPU_DTYPES)
+def test_gpu_jax(cupy, dtype):
+    """B111, B114"""
+    jax = pytest.importorskip("jax")
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX sees no GPU: {error}")
+    args = gpu_inputs(cupy, dtype)
+    expected = gpu_results(*args)
+    theirs = [jax.device_put(x.get(), device) for x in args]
+    before = [np.asarray(x).copy() for x in theirs]
+    got = gpu_results(*theirs)
+    for x, y in zip(got, expected, strict=True):
+        assert isinstance(x, jax.Array) and x.devices() == {device} and x.dtype == y.dtype
+        assert bytes(np.asarray(x)) == bytes(y.get())
+    assert all(bytes(np.asarray(x)) == bytes(y) for x, y in zip(theirs, before, strict=True))
+    with pytest.raises(ValueError, match="out is a read-only array in JAX on GPU 0"):
+        cupyflash.attention(*theirs[1:], out=theirs[0])
+
+
+@pytest.mark.gpu
+def test_gpu_cupy_stream(cupy):
+    """B103: a call on a busy stream sees what was written there before it."""
+    _, q, k, v = gpu_inputs(cupy)
+    expected = cupyflash.attention(q, k, v)
+    late = cupy.full_like(q, cupy.nan)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        delay(cupy)
+        late[...] = q
+        out = cupyflash.attention(late, k, v)
+        host = out.get(stream=stream)
+        assert cupy.cuda.get_current_stream() == stream
+    assert bytes(host) == bytes(expected.get())
+
+
+@pytest.mark.gpu
+def test_gpu_torch_stream(cupy, torch_cuda):
+    """B103: PyTorch's current stream, and CuPy's is the same afterwards."""
+    torch = torch_cuda
+    args = gpu_inputs(cupy)
+    _, q, k, v = (torch_from(torch, x) for x in args)
+    expected = cupyflash.attention(q, k, v)
+    late = torch.full_like(q, torch.nan)
+    stream, before = torch.cuda.Stream(), cupy.cuda.get_current_stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        late.copy_(q)
+        out = cupyflash.attention(late, k, v)
+        assert not stream.query()  # the call did not wait
+        assert torch.equal(out, expected)
+    assert cupy.cuda.get_current_stream() == before
+
+
+@pytest.mark.gpu
+def test_gpu_stream_keeps_memory(cupy):
+    """B107: nothing that the kernels still use goes back to the pool of another stream."""
+    args = gpu_inputs(cupy)
+    expected = gpu_results(*args)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        delay(cupy)
+        got = gpu_results(*args)
+    filled = [cupy.full(x.shape, cupy.nan, x.dtype) for x in expected * 4]
+    stream.synchronize()
+    assert_same_bits(got, expected)
+    del filled
+
+
+@pytest.mark.gpu
+def test_gpu_not_current(cupy):
+    """B101, B102"""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one GPU")
+    args = gpu_inputs(cupy)
+    expected = gpu_results(*args)
+    with cupy.cuda.Device(1):
+        others = gpu_inputs(cupy)
+    got = gpu_results(*others)
+    assert cupy.cuda.runtime.getDevice() == 0
+    assert all(x.device.id == 1 for x in got)
+    assert_same_bits(got, expected)
+    assert_same_bits(gpu_results(*args), expected)
+    with pytest.raises(ValueError, match="q is in CuPy on GPU 0, k is in CuPy on GPU 1"):
+        cupyflash.attention(args[1], others[2], args[3])
+
+
+@pytest.mark.gpu
+def test_gpu_graph(cupy):
+    """B105: a warm call can be captured, and the graph reads the buffers anew."""
+    args = gpu_inputs(cupy)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gpu_results(*args)
+        stream.begin_capture()
+        got = gpu_results(*args)
+        graph = stream.end_capture()
+        for seed in range(2):
+            args[1][...] = to_cupy(normal(args[1].shape, "float16", 10 + seed), cupy)
+            graph.launch(stream)
+            stream.synchronize()
+            captured = [x.copy() for x in got]
+            assert_same_bits(captured, gpu_results(*args))
+
+
+@pytest.mark.gpu
+def test_gpu_torch_graph(cupy, torch_cuda):
+    """B105"""
+    torch = torch_cuda
+    dout, q, k, v = (torch_from(torch, x) for x in gpu_inputs(cupy))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        gpu_results(dout, q, k, v)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        got = gpu_results(dout, q, k, v)
+    for factor in (2, -1):
+        q.mul_(factor)
+        graph.replay()
+        torch.cuda.synchronize()
+        for x, y in zip(got, gpu_results(dout, q, k, v), strict=True):
+            assert bytes(torch_bits(x)) == bytes(torch_bits(y))
+
+
+@pytest.mark.gpu
+def test_gpu_threads(cupy):
+    """B108: first calls at once, each thread on a stream of its own; kernels of sizes no other test uses."""
+    args = [[to_cupy(normal((1, 70, 2, 8 * i + 3), "float16", j), cupy) for j in range(4)] for i in range(2)]
+    got = [None] * 10
+    cupy.cuda.Device().synchronize()
+
+    def work(i):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for _ in range(20):
+                got[i] = gpu_results(*args[i % 2])
+            stream.synchronize()
+
+    in_threads(work)
+    expected = [gpu_results(*x) for x in args]
+    for i, x in enumerate(got):
+        assert_same_bits(x, expected[i % 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_gpu_memory(cupy, name, request):
+    """B109"""
+    args = gpu_inputs(cupy)
+    if name == "torch":
+        torch = request.getfixturevalue("torch_cuda")
+        args = [torch_from(torch, x) for x in args]
+    pool = cupy.get_default_memory_pool()
+
+    def used():
+        torch_used = torch.cuda.memory_allocated() if name == "torch" else 0
+        return pool.used_bytes() + torch_used, pool.total_bytes()
+
+    for _ in range(3):
+        gpu_results(*args)
+    before = used()
+    for _ in range(300):
+        gpu_results(*args)
+    assert used() == before
+
+
+@pytest.mark.gpu
+def test_gpu_merge(cupy):
+    for dtype in GPU_DTYPES:
+        _, q, k, v = gpu_inputs(cupy, dtype)
+        parts = [cupyflash.attention(q, k[:, i::3], v[:, i::3], return_lse=True) for i in range(3)]
+        out, lse = cupyflash.merge_attention(*parts, dtype="float32")
+        host, host_lse = cupyflash.merge_attention(
+            *[[x.get() for x in part] for part in parts], dtype="float32"
+        )
+        assert type(out) is cupy.ndarray
+        np.testing.assert_allclose(out.get(), host, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(lse.get(), host_lse, rtol=1e-6)
+        empty = cupy.full_like(out, cupy.nan), cupy.full_like(lse, -cupy.inf)
+        assert_same_bits(cupyflash.merge_attention(empty, (out, lse), empty), (out, lse))
+        out, lse = cupyflash.merge_attention(empty, empty)
+        assert not out.any() and cupy.isneginf(lse).all()

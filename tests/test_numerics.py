@@ -1,0 +1,213 @@
+"""Huge, tiny, equal and special numbers, and the size of rounding errors."""
+
+import math
+
+import numpy as np
+import pytest
+import tools
+from tools import check, inputs
+
+import cupyflash
+
+
+@pytest.mark.parametrize("seqlen_k", [37, 200])
+@pytest.mark.parametrize("one_row", [False, True])
+def test_very_negative_logits(backend, seqlen_k, one_row):
+    """B011: every logit of a row is -80000."""
+    x = inputs(backend, 40, seqlen_k, batch=1, seed=1)
+    q = x.q.copy()
+    q[:, slice(7, 8) if one_row else slice(None)] = 100
+    k = backend.array(np.full(x.k.shape, -100.0))
+    out, lse = cupyflash.attention(q, k, x.v, return_lse=True)
+    out, lse = backend.host(out), backend.host(lse)
+    mean = backend.host(x.v).mean(axis=1)
+    np.testing.assert_allclose(out[:, 7], mean, atol=4 * backend.eps)
+    np.testing.assert_allclose(lse[..., 7], -80000 + math.log(seqlen_k), rtol=2e-7)
+    assert np.isfinite(out).all()
+
+
+def test_huge_equal_logits(backend_bfloat16):
+    """B012: the maximum minus itself is 0, however it is scaled."""
+    value = 133120.0
+    for seqlen_k in (1, 5, 70):
+        q, k = (backend_bfloat16.array(np.full((1, n, 1, 64), value)) for n in (1, seqlen_k))
+        v = backend_bfloat16.normal((1, seqlen_k, 1, 64)) if seqlen_k > 1 else q
+        out, lse = cupyflash.attention(q, k, v, return_lse=True)
+        mean = backend_bfloat16.host(v).mean(axis=1, keepdims=True)
+        np.testing.assert_allclose(backend_bfloat16.host(out), mean, rtol=0 if seqlen_k == 1 else 0.01, atol=0.004)
+        np.testing.assert_allclose(backend_bfloat16.host(lse), value**2 * 8, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [None, 0.1, -0.3, 1 / 3])
+def test_huge_equal_logits_float32(scale):
+    """B012."""
+    for dtype, value in ((np.float32, 1e15), (np.float64, 1e150)):
+        q, k = np.full((1, 3, 1, 64), value, dtype), np.full((1, 5, 1, 64), value, dtype)
+        v = np.random.default_rng(0).standard_normal((1, 5, 1, 64)).astype(dtype)
+        out = cupyflash.attention(q, k, v, scale=scale)
+        mean = np.broadcast_to(v.mean(axis=1, keepdims=True), out.shape)
+        np.testing.assert_allclose(out, mean, rtol=1e-5, atol=1e-6)
+
+
+def test_one_key_backward(backend):
+    """B013: P is 1, whatever the numbers."""
+    for seed in range(20):
+        x = inputs(backend, 1, batch=1, heads_q=1, head_dim=16, seed=seed, factor=3)
+        dout = backend.xp.ones_like(x.dout)
+        out, lse = cupyflash.attention(*x.qkv, return_lse=True)
+        assert tools.same_bits(out, x.v)
+        dq, dk, dv = cupyflash.attention_backward(dout, *x.qkv, out, lse)
+        assert tools.same_bits(dv, dout)
+        # 0 but for the rounding of two sums of the same 16 products
+        most = 16 * np.finfo(backend.lse_dtype).eps * np.abs(backend.host(x.v)).sum()
+        assert np.abs(backend.host(dq)).max() <= most * np.abs(backend.host(x.k)).max()
+        assert np.abs(backend.host(dk)).max() <= most * np.abs(backend.host(x.q)).max()
+
+
+@pytest.mark.parametrize("factor", [3, 10])
+def test_spiky_softmax(backend16, factor):
+    """B014."""
+    x = inputs(backend16, 1024, batch=1, heads_q=1, head_dim=128, factor=factor)
+    check(backend16, *x.qkv, x.dout, causal=True)
+
+
+@pytest.mark.parametrize("seqlen", [65, 97, 192, 704])
+@pytest.mark.parametrize("shift", [-200.0, 200.0])
+def test_shifted_logits(backend16, seqlen, shift):
+    """B015: a constant in every logit changes nothing but LSE, also where a tile has a tail."""
+    x = inputs(backend16, seqlen, batch=1)
+    x.q[..., 0], x.k[..., 0] = 40, shift / 5  # 40 * shift / 5 / sqrt(64)
+    results = check(backend16, *x.qkv, x.dout)
+    lse = backend16.host(results["lse"])
+    assert (np.sign(lse) == np.sign(shift)).all() and np.abs(lse).min() > 170
+    for name in ("dq", "dk"):
+        assert np.isfinite(backend16.host(results[name])).all()
+
+
+def test_float32_is_not_rounded():
+    """B019."""
+    backend = tools.Backend("numpy", "float32")
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((1, 128, 1, 32), np.float32) for _ in range(4))
+    out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+    gradients = cupyflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    right = tools.expectation(backend, q, k, v, dout, causal=True)
+    for name, got, most in zip(("out", "dq", "dk", "dv"), (out, *gradients), (2e-6, 1e-5, 1e-5, 1e-5)):
+        tools.assert_close(name, got, right[name][0], most)
+
+
+@pytest.mark.parametrize("seqlen, causal", [(256, False), (1024, True)])
+def test_error_and_bias(backend16, seqlen, causal):
+    """B020: errors no larger than rounding, and no drift to one side."""
+    x = inputs(backend16, seqlen)
+    results = check(backend16, *x.qkv, x.dout, causal=causal)
+    right = tools.expectation(backend16, *x.qkv, x.dout, causal=causal)
+    for name in ("out", "dv"):  # in dq and dk, the rounding of a row of out is shared by the row
+        error = backend16.host(results[name]) - right[name][0]
+        assert abs(error.mean()) < 6 * error.std() / math.sqrt(error.size) + 0.02 * error.std(), name
+
+
+def test_group_sums_are_exact(backend_bfloat16):
+    """B021: 48 query heads add up to 48 exactly."""
+    x = inputs(backend_bfloat16, 100, heads_q=48, heads_k=1, head_dim=32, batch=1)
+    q, dout = backend_bfloat16.xp.zeros_like(x.q), backend_bfloat16.xp.ones_like(x.dout)
+    out, lse = cupyflash.attention(q, x.k, x.v, return_lse=True)
+    dv = cupyflash.attention_backward(dout, q, x.k, x.v, out, lse).dv
+    np.testing.assert_allclose(backend_bfloat16.host(dv), 48, rtol=backend_bfloat16.eps)
+
+
+def test_group_sums_are_float32(backend_bfloat16):
+    """B021."""
+    x = inputs(backend_bfloat16, 100, heads_q=64, heads_k=1, head_dim=32, batch=1)
+    check(backend_bfloat16, *x.qkv, x.dout)
+
+
+@pytest.mark.parametrize("denormal", [True, False])
+def test_small_numbers_survive(backend, denormal):
+    """B023: float16 denormals always; the GPU flushes those of bfloat16, as documented."""
+    info = {
+        "float16": (2.0**-24, 2.0**-14),
+        "bfloat16": (2.0**-130, 2.0**-126),
+        "float32": (2.0**-140, 2.0**-126),
+        "float64": (2.0**-1070, 2.0**-1022),
+    }
+    value = info[backend.dtype_name][0 if denormal else 1]
+    x = inputs(backend, 3, 1, batch=1)
+    v = backend.array(np.full(x.v.shape, value))
+    out, lse = cupyflash.attention(x.q, x.k, v, return_lse=True)
+    dout = backend.array(np.full(x.dout.shape, value))
+    dv = cupyflash.attention_backward(dout, x.q, x.k, v, out, lse).dv
+    out, dv = backend.host(out), backend.host(dv)
+    if backend.name == "cuda" and denormal and backend.dtype_name == "bfloat16":
+        assert np.isin(out, (0, value)).all() and np.isin(dv, (0, value, 3 * value)).all()
+    else:
+        assert (out == value).all()
+        assert (dv == 3 * value).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_bad_query_stays_in_its_row(backend, bad):
+    """NaN in q is NaN in that row of out, lse and dq, and in no other."""
+    x = inputs(backend, 150, 130)
+    clean, clean_lse = cupyflash.attention(*x.qkv, return_lse=True)
+    q = x.q.copy()
+    q[1, 70, 1, 5] = bad
+    out, lse = cupyflash.attention(q, x.k, x.v, return_lse=True)
+    dq = cupyflash.attention_backward(x.dout, q, x.k, x.v, out, lse).dq
+    others = np.ones((2, 150, 2), bool)
+    others[1, 70, 1] = False
+    out, clean, dq = (backend.host(array) for array in (out, clean, dq))
+    lse, clean_lse = (backend.host(array).transpose(0, 2, 1) for array in (lse, clean_lse))
+    assert np.isnan(out[1, 70, 1]).all() and np.isnan(lse[1, 70, 1])
+    assert (out[others] == clean[others]).all() and (lse[others] == clean_lse[others]).all()
+    assert np.isnan(dq[1, 70, 1]).all() and np.isfinite(dq[others]).all()
+
+
+def test_nan_in_a_visible_key(backend):
+    """It is NaN in every row that sees it: an error is never hidden."""
+    x = inputs(backend, 70, 130, batch=1)
+    x.k[0, 100, 0, 3] = np.nan
+    out, lse = cupyflash.attention(*x.qkv, return_lse=True)
+    assert np.isnan(backend.host(out)[:, :, 0]).all() and np.isnan(backend.host(lse)[:, 0]).all()
+    assert np.isfinite(backend.host(out)[:, :, 1]).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.2, 1.0, 1e-4, -1, 2.5])
+@pytest.mark.parametrize("causal", [False, True])
+def test_scales(backend, scale, causal):
+    """Zero gives the mean; with a negative scale the maximum is that of the scaled logits."""
+    x = inputs(backend, 130, 150, batch=1, head_dim=32)
+    results = check(backend, *x.qkv, x.dout, causal=causal, scale=scale)
+    if scale == 0:
+        assert not backend.host(results["dq"]).any() and not backend.host(results["dk"]).any()
+        if not causal:
+            expected = np.broadcast_to(backend.host(x.v).mean(axis=1, keepdims=True), x.q.shape)
+            tools.assert_close("out", backend.host(results["out"]), expected, 8 * backend.eps)
+
+
+def test_negative_scale_of_spiky_logits(backend):
+    x = inputs(backend, 65, batch=1, factor=3)
+    check(backend, *x.qkv, x.dout, scale=-1.0)
+
+
+def test_weights_that_underflow(backend):
+    """One key far above the others: its value, exactly."""
+    q, k = backend.array(np.full((1, 70, 1, 64), 8.0)), np.full((1, 300, 1, 64), -8.0)
+    k[0, 257] = 8
+    v = backend.normal((1, 300, 1, 64))
+    out, lse = cupyflash.attention(q, backend.array(k), v, return_lse=True)
+    assert (backend.host(out) == backend.host(v)[:, 257:258]).all()
+    np.testing.assert_allclose(backend.host(lse), 512, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rising", [True, False])
+def test_maximum_that_moves(backend, rising):
+    """The running maximum grows with every key, or never after the first."""
+    steps = np.linspace(-30, 30, 600)
+    k = np.zeros((1, 600, 1, 64))
+    k[0, :, 0, 0] = steps if rising else steps[::-1]
+    q = np.zeros((1, 40, 1, 64))
+    q[..., 0] = 8
+    q, k = backend.array(q), backend.array(k)
+    v, dout = backend.normal((1, 600, 1, 64)), backend.normal((1, 40, 1, 64), seed=1)
+    check(backend, q, k, v, dout)
