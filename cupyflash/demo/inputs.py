@@ -1,4 +1,4 @@
-"""What the main job reads: MiniLM and the language reference of Python, or random numbers where MiniLM is missing."""
+"""What the main job reads: MiniLM and Python's language reference, or random numbers without MiniLM."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def find_model():
 
 
 def pretrained_inputs(folder, tokens):
-    """MiniLM from ``folder``, real sentences, and the first ``tokens`` tokens of Python's language reference."""
+    """MiniLM, real sentences, and the first ``tokens`` tokens of Python's language reference."""
     from pydoc_data.topics import topics
 
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -93,7 +93,7 @@ def pretrained_inputs(folder, tokens):
 
 
 def random_inputs(tokens, seed=0):
-    """An untrained encoder; random tokens, where the second sentence of a pair is the first with some replaced."""
+    """An untrained encoder and random tokens; a pair is a sentence and the same with some tokens replaced."""
     rng = np.random.default_rng(seed)
     weights = random_weights()
     vocabulary = len(weights["embeddings.word_embeddings.weight"])

@@ -9,6 +9,8 @@ import tracemalloc
 
 import numpy as np
 
+from cupyflash import attention
+
 # The argument stays in [0, 1] and the result feeds the next call, so that nothing can be left out.
 EXPONENTIALS_PER_THREAD = 1024
 EXPONENTIALS = f"""
@@ -113,17 +115,21 @@ class Gpu(Cpu):
         }
 
 
+class NoGpu(Exception):
+    """A GPU was asked for and cannot be used."""
+
+
 def best_machine(backend=None):
-    """The machine to run on, and why it is not the GPU where that was not asked for.
+    """The machine to run on, and why it is not a GPU where one would have been taken.
 
     Parameters
     ----------
     backend : {"numpy", "cuda"} or None
-        None takes the GPU if it can be used.
+        None takes a GPU if one can be used.
 
     Raises
     ------
-    RuntimeError
+    NoGpu
         If ``backend`` is ``"cuda"`` and no GPU can be used.
     """
     if backend == "numpy":
@@ -132,7 +138,7 @@ def best_machine(backend=None):
     if missing is None:
         return Gpu(), None
     if backend == "cuda":
-        raise RuntimeError(missing)
+        raise NoGpu(missing)
     return Cpu(), missing
 
 
@@ -140,11 +146,15 @@ def missing_for_gpu():
     """What keeps cupyflash from using a GPU here, or None."""
     try:
         import cupy
-
-        import cupyflash
-
+    except ImportError as error:
+        return f'CuPy is missing ({error}): pip install "cupyflash[cuda13]", or [cuda12] for an older driver'
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        return f"CuPy finds no GPU ({error})"
+    try:
         x = cupy.zeros((1, 16, 1, 32), cupy.float16)
-        cupyflash.attention(x, x, x)
-    except (ImportError, RuntimeError) as error:  # no CuPy; no driver, no device, or one that is too old
-        return str(error).strip().splitlines()[0]
+        attention(x, x, x)
+    except (ImportError, RuntimeError) as error:
+        return str(error)
     return None

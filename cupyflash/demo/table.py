@@ -15,15 +15,15 @@ def table(report):
     """Lines of text that show ``report``."""
     lines = [
         f"cupyflash {report['version']} on {report['backend']}: {report['device']}",
-        f"model: {report['model']}; {report['layers']} layers, {report['heads']} heads of {report['head_dim']}",
+        f"model: {report['model']}, {report['layers']} layers of {report['heads']} heads",
         f"text: {report['text']}",
     ]
     if report["gpu_not_used_because"]:
-        lines.append(f"no GPU used: {report['gpu_not_used_because']}")
+        lines.append(f"no GPU: {report['gpu_not_used_because']}")
 
-    lines += ["", row(f"{report['dtype']} attention against float64", "cupyflash", "standard", "of limit")]
+    lines += ["", row(f"{report['dtype']} attention against float64", "cupyflash", "standard", "allowed")]
     for errors in report["errors"]:
-        numbers = (f"{errors['cupyflash']:.1e}", f"{errors['standard']:.1e}", f"{errors['of_limit']:.0%}")
+        numbers = (f"{errors[name]:.1e}" for name in ("cupyflash", "standard", "allowed"))
         title = f"  {errors['name']}, {plural(errors['calls'], 'call')}"
         lines.append(row(title, *numbers, verdict(errors["holds"])))
 
@@ -35,20 +35,22 @@ def table(report):
     lines.append(row("  that do not", *numbers[1], verdict(similarity["holds"])))
     if answer := report["answer"]:
         lines.append(f'  "{QUESTION}"')
-        lines.append(f"  is closest to the part on '{answer['part']}' of the text ({answer['similarity']:.2f})")
+        lines.append(f"  is closest to the text's part on '{answer['part']}' ({answer['similarity']:.2f})")
 
     long_call = report["long_call"]
     ours, theirs = long_call["cupyflash"], long_call["standard"]
     lines += ["", row(f"first layer, {long_call['tokens']} tokens in one call", "cupyflash", "standard")]
-    lines.append(row("  time", milliseconds(ours["seconds"]), milliseconds(theirs["seconds"])))
-    lines.append(row("  peak memory beyond q, k, v", megabytes(ours["peak_bytes"]), megabytes(theirs["peak_bytes"])))
+    lines.append(row("  time", *(milliseconds(call["seconds"]) for call in (ours, theirs))))
+    lines.append(
+        row("  peak memory beyond q, k, v", *(megabytes(call["peak_bytes"]) for call in (ours, theirs)))
+    )
 
     resources = long_call["resources"]
-    lines += ["", row("what the call waits for", "share", "this machine's rate")]
+    lines += ["", "what cupyflash's call waits for, at rates measured here"]
     for name, (title, unit) in RESOURCES.items():
-        use = resources[name]
-        mark = "<- most" if name == resources["waits_for"] else ""
-        lines.append(row(f"  {title}", f"{use['share']:.1%}", rate(use["rate"], unit), mark))
+        share, speed = resources[name]["share"], rate(resources[name]["rate"], unit)
+        mark = "  <- most" if name == resources["waits_for"] else ""
+        lines.append(row(f"  {title}", f"{share:.1%}") + f" of the time, at {speed}{mark}")
 
     lines.append("")
     lines += [f"{verdict(holds):4} {check}" for check, holds in report["checks"].items()]
@@ -57,7 +59,7 @@ def table(report):
 
 
 def row(title, *cells):
-    return f"{title:<42}" + "".join(f"{cell:>12}" for cell in cells).rstrip()
+    return f"{title:<42}" + "".join(f"{cell:>14}" for cell in cells).rstrip()
 
 
 def verdict(holds):
@@ -69,7 +71,7 @@ def plural(number, noun):
 
 
 def milliseconds(seconds):
-    return "no memory" if seconds is None else f"{seconds * 1e3:.3g} ms"
+    return "no memory" if seconds is None else f"{seconds * 1e3:.{0 if seconds > 0.1 else 2}f} ms"
 
 
 def megabytes(size):

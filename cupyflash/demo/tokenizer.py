@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import unicodedata
 
 LONGEST_WORD = 100  # characters; anything longer is one unknown token, as in BERT
@@ -58,7 +59,7 @@ def spaced_or_dropped(c):
 
 def is_punctuation(c):
     # BERT counts every ASCII symbol ($, +, <, ...) as punctuation, whatever Unicode calls it.
-    return unicodedata.category(c)[0] == "P" or (c.isascii() and c.isprintable() and not c.isalnum() and c != " ")
+    return unicodedata.category(c)[0] == "P" or c in string.punctuation
 
 
 def is_ideograph(c):
