@@ -111,9 +111,7 @@ def ours(q, k, v, dout, causal):
 
     *qkv, dout_ = (cupy.from_dlpack(x) for x in (q, k, v, dout))
     saved = (dout_, *qkv, *attention(*qkv, causal=causal, return_lse=True))
-    pair = Pair(
-        lambda: attention(*qkv, causal=causal), lambda: attention_backward(*saved, causal=causal), synchronize
-    )
+    pair = Pair(lambda: attention(*qkv, causal=causal), lambda: attention_backward(*saved, causal=causal), synchronize)
     check([pair.fwd(), *pair.bwd()], *(x[:1, :, :1] for x in (q, k, v, dout)), causal)
     return pair
 

@@ -128,9 +128,7 @@ def _problem(gpu, options, *, q, k, v, **more):
     *batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[-3:]
     if k.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            f"k has shape {k.shape} and v has shape {v.shape}; allowed: equal but for the last axis"
-        )
+        raise ValueError(f"k has shape {k.shape} and v has shape {v.shape}; allowed: equal but for the last axis")
     if q.shape[:-3] != k.shape[:-3]:
         raise ValueError(f"q has shape {q.shape} and k has shape {k.shape}; allowed: the same batch, axis 0")
     if k.shape[-1] != head_dim:

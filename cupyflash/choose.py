@@ -1,8 +1,8 @@
 """From a problem to the kernels that compute it: one literal table for each pass.
 
-A row lists tilings in the order of their speed; the first one whose shared memory the device has is taken. Speeds
-beside them are those of an H200 relative to FlashAttention-2 in PyTorch 2.11, bfloat16, 16k tokens, 2048 / head_dim
-heads, full mask, lengths 1024 / 8192; tilings that lost, so that nobody tries them again:
+A row lists tilings in the order of their speed; the first one of which blocks_per_sm blocks fit in the device's shared
+memory is taken. Speeds beside them are those of an H200 relative to FlashAttention-2 in PyTorch 2.11, bfloat16, 16k
+tokens, 2048 / head_dim heads, full mask, lengths 1024 / 8192; tilings that lost, so that nobody tries them again:
 
 ====================================  ===========  ==========================================================
 forward, head_dim                     FA2 = 1      tried
@@ -26,32 +26,27 @@ from .spec import BackwardSpec, ForwardSpec, PrepareSpec, Variant
 
 PATHS = ("sm80",)
 
-# head_dim up to: (block_q, block_k, warps, stages, blocks_per_sm, q_in_registers), ...
+# head_dim up to: (block_q, block_k, warps, stages, blocks_per_sm, q_in_registers), ... The first rows were chosen by
+# measurement on an H200, the smaller ones by their fit in the shared memory of other devices.
 FORWARD = {
-    64: ((128, 64, 4, 2, 2, True),),
-    96: ((128, 64, 4, 2, 2, False), (64, 64, 4, 1, 2, False)),
-    128: ((128, 48, 4, 2, 2, False), (64, 64, 4, 1, 2, False)),
-    192: ((64, 64, 4, 1, 2, False), (64, 32, 4, 1, 2, False)),
-    256: ((64, 64, 4, 1, 2, False), (64, 32, 4, 1, 2, False)),
+    64: ((128, 64, 4, 2, 2, True), (64, 64, 4, 1, 2, True)),
+    96: ((128, 64, 4, 2, 2, False), (64, 64, 4, 1, 2, False), (64, 64, 4, 1, 1, False)),
+    128: ((128, 48, 4, 1, 2, False), (128, 32, 4, 1, 2, False), (64, 64, 4, 1, 1, False)),
+    192: ((64, 64, 4, 1, 2, False), (64, 32, 4, 1, 2, False), (64, 32, 4, 1, 1, False)),
+    256: ((64, 64, 4, 1, 2, False), (128, 64, 8, 1, 1, False), (64, 64, 4, 1, 1, False), (64, 32, 4, 1, 1, False)),
 }
-
 # The same, first choice of kernels without options: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 
-# head_dim up to: (block_q, block_k, warps, score_warps_k, grad_warps_k, dq_warps_q, stages, blocks_per_sm), ...
+# head_dim up to:
+# (block_q, block_k, warps, score_warps_k, grad_warps_k, dq_warps_q, stages, blocks_per_sm), ...
 BACKWARD = {
-    64: ((64, 64, 4, 4, 4, 2, 2, 2),),
-    96: ((64, 128, 8, 8, 8, 4, 2, 1), (32, 64, 4, 4, 4, 2, 2, 2)),
-    128: ((64, 128, 8, 4, 4, 2, 2, 1), (32, 64, 4, 4, 4, 2, 2, 2), (32, 64, 4, 4, 4, 2, 1, 2)),
-    192: (
-        (64, 64, 8, 4, 2, 4, 2, 1),
-        (32, 64, 8, 4, 2, 2, 2, 1),
-        (32, 32, 4, 2, 2, 2, 2, 1),
-        (32, 32, 4, 2, 2, 2, 1, 1),
-    ),
+    64: ((64, 64, 4, 4, 4, 2, 2, 2), (32, 64, 4, 4, 4, 2, 2, 2), (32, 64, 4, 4, 4, 2, 2, 1)),
+    96: ((64, 128, 8, 8, 8, 4, 2, 1), (32, 64, 4, 4, 4, 2, 1, 2), (32, 64, 4, 4, 4, 2, 1, 1)),
+    128: ((64, 128, 8, 4, 4, 2, 2, 1), (64, 64, 8, 4, 2, 2, 1, 1), (32, 64, 4, 4, 4, 2, 1, 1)),
+    192: ((64, 64, 8, 4, 2, 4, 2, 1), (32, 32, 4, 2, 2, 2, 2, 1), (32, 32, 4, 2, 2, 2, 1, 1)),
     256: ((64, 64, 8, 4, 2, 4, 2, 1), (32, 64, 8, 4, 2, 2, 2, 1), (32, 32, 4, 2, 2, 2, 1, 1)),
 }
-
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
@@ -84,7 +79,7 @@ def _fitting(table: dict, plain: dict, make, head_dim: int, shared_limit: int):
     key = min(limit for limit in table if limit >= head_dim)
     specs = [make(*tiling) for tiling in plain.get(key, ()) + table[key]]
     for spec in specs:
-        if spec.shared_bytes <= shared_limit:
+        if spec.shared_bytes * spec.blocks_per_sm <= shared_limit:
             return spec
     least = min(spec.shared_bytes for spec in specs)
     raise NotImplementedError(
@@ -108,9 +103,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int)
 
 
 def _forward_spec(d, dv, float32_out, access, block_q, block_k, warps, stages, blocks_per_sm, q_in_registers):
-    return ForwardSpec(
-        d, dv, block_q, block_k, warps, stages, blocks_per_sm, q_in_registers, float32_out, access
-    )
+    return ForwardSpec(d, dv, block_q, block_k, warps, stages, blocks_per_sm, q_in_registers, float32_out, access)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -151,8 +144,7 @@ def around_backward(main: Variant, float32_out: bool) -> tuple[Variant, Variant]
     """Return the kernels before and after `main`."""
     spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, float32_out, main.spec.access)
     return tuple(
-        Variant("any/around_backward.cuh", name, main.dtype, spec)
-        for name in ("prepare_backward", "finish_backward")
+        Variant("any/around_backward.cuh", name, main.dtype, spec) for name in ("prepare_backward", "finish_backward")
     )
 
 

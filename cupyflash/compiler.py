@@ -100,9 +100,7 @@ def _build(variant: Variant):
     import cupy
 
     start = time.perf_counter()
-    module = cupy.RawModule(
-        code=source(variant.header), options=OPTIONS, name_expressions=(variant.expression,)
-    )
+    module = cupy.RawModule(code=source(variant.header), options=OPTIONS, name_expressions=(variant.expression,))
     built = module.get_function(variant.expression)
     if variant.spec.shared_bytes > 0:
         built.max_dynamic_shared_size_bytes = variant.spec.shared_bytes
@@ -123,19 +121,13 @@ def compile_command(archs: list[str] | None, json: bool) -> int:
     device = None if archs else _present_capability()
     if device:
         archs = [f"sm_{device}"]
-    jobs = [
-        (variant, arch)
-        for arch in archs or ("sm_80", "sm_90")
-        for variant in choose.variants(_capability(arch))
-    ]
+    jobs = [(variant, arch) for arch in archs or ("sm_80", "sm_90") for variant in choose.variants(_capability(arch))]
     failed = False
     columns = ("arch", "registers", "spill_bytes", "shared_bytes", "seconds", "kernel")
     if not json:
         print(("{:>8} " * 5 + "{}").format("arch", "regs", "spills", "shared", "seconds", "kernel"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for (variant, arch), report in zip(
-            jobs, pool.map(lambda job: _report(*job, device is not None), jobs)
-        ):
+        for (variant, arch), report in zip(jobs, pool.map(lambda job: _report(*job, device is not None), jobs)):
             if isinstance(report, str):
                 print(report, file=sys.stderr)
                 failed = True
@@ -179,8 +171,6 @@ def _report(variant: Variant, arch: str, present: bool) -> Report | str:
         start = time.perf_counter()
         built = _build(variant)
         seconds = time.perf_counter() - start
-        return Report(
-            variant, arch, built.num_regs, built.local_size_bytes, variant.spec.shared_bytes, seconds, b""
-        )
+        return Report(variant, arch, built.num_regs, built.local_size_bytes, variant.spec.shared_bytes, seconds, b"")
     except RuntimeError as error:
         return str(error)

@@ -74,12 +74,10 @@ class Launch:
             )
         x = min(blocks, MAX_GRID_X)
         device = cupy.cuda.runtime.getDevice()
-        return cls(
-            compiler.kernel(variant, device), (x, -(-blocks // x)), (threads,), variant.spec.shared_bytes
-        )
+        return cls(compiler.kernel(variant, device), (x, -(-blocks // x)), (threads,), variant.spec.shared_bytes)
 
-    def __call__(self, params: np.ndarray) -> None:
-        self.kernel(self.grid, self.block, (params,), shared_mem=self.shared_bytes)
+    def __call__(self, struct: np.ndarray) -> None:
+        self.kernel(self.grid, self.block, (struct,), shared_mem=self.shared_bytes)
 
 
 @dataclass(frozen=True)
@@ -87,17 +85,23 @@ class Plan:
     """The launches of one pass and their struct, which lacks nothing but the pointers."""
 
     launches: tuple[Launch, ...]
-    params: np.ndarray
-    slots: tuple[int, ...]  # the 64-bit words that hold the pointers
+    words: np.ndarray  # the struct as 64-bit words: NumPy copies and CuPy passes structured arrays slowly
+    struct: np.dtype
+    slots: tuple[int, ...]  # the words that hold the pointers
     workspace: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=()) -> Plan:
+        slots = tuple(params.dtype.fields[name][1] // 8 for name in names)
+        return cls(launches, params.view(np.int64), np.dtype(("V", params.nbytes)), slots, workspace)
+
     def run(self, *pointers: int) -> None:
-        params = self.params.copy()
-        words = params.view(np.int64)
+        words = self.words.copy()
         for slot, pointer in zip(self.slots, pointers):
             words[slot] = pointer
+        struct = words.view(self.struct)
         for launch in self.launches:
-            launch(params)
+            launch(struct)
 
 
 def forward(problem: Problem, q, k, v, out, lse) -> None:
@@ -181,10 +185,6 @@ def _sizes(problem: Problem, section: int, forward_pass: bool):
     )  # fmt: skip
 
 
-def _slots(dtype: np.dtype, names: tuple[str, ...]) -> tuple[int, ...]:
-    return tuple(dtype.fields[name][1] // 8 for name in names)
-
-
 @functools.cache
 def _shared_limit(device: int) -> int:
     return cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
@@ -205,7 +205,7 @@ def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
     params["sizes"] = _sizes(problem, section, forward_pass=True)
     tiles = -(-problem.seqlen_q // spec.block_q)
     launch = Launch.of(variant, pairs * tiles, spec.threads)
-    return Plan((launch,), params, _slots(FORWARD_PARAMS, ("q", "k", "v", "out", "lse")))
+    return Plan.of((launch,), params, ("q", "k", "v", "out", "lse"))
 
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
@@ -231,4 +231,4 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bo
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
     names = ("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse", "delta", "dq_sum", "turn")
-    return Plan(launches, params, _slots(BACKWARD_PARAMS, names), (row_blocks * 16 * spec.head_dim, turns))
+    return Plan.of(launches, params, names, (row_blocks * 16 * spec.head_dim, turns))

@@ -51,9 +51,5 @@ class Problem:
     def unmasked_range(self, first: int, last: int) -> tuple[int, int]:
         """Half-open range of the keys that every query of ``first <= i < last`` sees."""
         low = 0 if self.left is None else max(0, last - 1 + self.diagonal - self.left)
-        high = (
-            self.seqlen_k
-            if self.right is None
-            else min(self.seqlen_k, first + 1 + self.diagonal + self.right)
-        )
+        high = self.seqlen_k if self.right is None else min(self.seqlen_k, first + 1 + self.diagonal + self.right)
         return low, max(low, high)

@@ -142,9 +142,7 @@ def test_dtypes(no_backend, dtypes):
 def test_wide_dtypes_on_the_gpu(dtype):
     q, k, v = arrays(dtype=dtype)
     words = [f"q has dtype {dtype}", "float16, bfloat16", "NumPy"]
-    refused(
-        NotImplementedError, words, checks.forward, True, checks.options(False, None, None), q=q, k=k, v=v
-    )
+    refused(NotImplementedError, words, checks.forward, True, checks.options(False, None, None), q=q, k=k, v=v)
 
 
 @pytest.mark.parametrize("name, head_dim, head_dim_v", [("q", 257, 8), ("v", 8, 300)])
@@ -232,9 +230,7 @@ def test_negative_window_names_the_way_out(no_backend):
 
 
 def test_deterministic_is_a_switch(no_backend):
-    refused(
-        TypeError, "deterministic is 1", cupyflash.attention_backward, *backward_arguments(), deterministic=1
-    )
+    refused(TypeError, "deterministic is 1", cupyflash.attention_backward, *backward_arguments(), deterministic=1)
 
 
 def test_unknown_option(no_backend):
@@ -266,9 +262,7 @@ def test_scalars_of_any_kind():
 def test_options_in_any_spelling():
     args = arrays()
     expected = cupyflash.attention(*args, causal=True, window=(2, None))
-    for causal, window in itertools.product(
-        (True, np.True_, "lower_right"), ((2, 5), [2, None], (np.int32(2), 0))
-    ):
+    for causal, window in itertools.product((True, np.True_, "lower_right"), ((2, 5), [2, None], (np.int32(2), 0))):
         np.testing.assert_array_equal(cupyflash.attention(*args, causal=causal, window=window), expected)
 
 
@@ -328,9 +322,7 @@ def test_out_overlaps_itself():
 
 def test_out_overlaps_inputs():
     q, k, v = arrays((1, 4, 2, 8), (1, 4, 2, 8))
-    assert (
-        cupyflash.attention(q, k, v, out=np.empty_like(q)) is not None
-    )  # the same layout, in memory of its own
+    assert cupyflash.attention(q, k, v, out=np.empty_like(q)) is not None  # the same layout, in memory of its own
     before = [x.copy() for x in (q, k, v)]
     for name, x in (("q", q), ("k", k), ("v", v)):
         refused(ValueError, f"out shares memory with {name}", cupyflash.attention, q, k, v, out=x)
@@ -410,9 +402,7 @@ def test_equal_problems_are_equal():
     assert problem(window=(2**31 - 1, 2**31 - 1)) == problem()
     causal = problem(causal=True)
     assert causal == problem("lower_right") == problem("upper_left") == problem(window=(None, 0))
-    assert (
-        causal == problem(True, (6, 3)) == problem(True, (10**9, None)) == problem(window=(7, 0)) != problem()
-    )
+    assert causal == problem(True, (6, 3)) == problem(True, (10**9, None)) == problem(window=(7, 0)) != problem()
     assert problem(window=(0, 0)).left == 0 != problem(window=(1, 0)).left
 
 

@@ -145,9 +145,7 @@ def test_jax():
     jax = pytest.importorskip("jax")
     result, *_ = part(3, "bfloat16")
     other, *_ = part(4, "bfloat16", 1)
-    got = merge_attention(
-        *[tuple(map(jax.numpy.asarray, x)) for x in (result, other)], dtype=jax.numpy.float32
-    )
+    got = merge_attention(*[tuple(map(jax.numpy.asarray, x)) for x in (result, other)], dtype=jax.numpy.float32)
     assert all(isinstance(x, jax.Array) for x in got)
     assert_bits(map(np.asarray, got), merge_attention(result, other, dtype="float32"))
 

@@ -140,10 +140,10 @@ def test_cupy_equals_numpy(cuda):
     out, lse = reference.attention(q, k, v, causal=True, return_lse=True)
     out_gpu, lse_gpu = reference.attention(*on_gpu[:3], causal=True, return_lse=True)
     gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, causal=True)
-    gradients_gpu = reference.attention_backward(
-        on_gpu[3], *on_gpu[:3], out_gpu, lse_gpu, dlse=on_gpu[4], causal=True
-    )
-    for name, a, b in zip(("out", "lse", *gradients._fields), (out, lse, *gradients), (out_gpu, lse_gpu, *gradients_gpu)):
+    gradients_gpu = reference.attention_backward(on_gpu[3], *on_gpu[:3], out_gpu, lse_gpu, dlse=on_gpu[4], causal=True)
+    for name, a, b in zip(
+        ("out", "lse", *gradients._fields), (out, lse, *gradients), (out_gpu, lse_gpu, *gradients_gpu)
+    ):
         tools.assert_close(name, b.get(), a, 1e-12)
 
 

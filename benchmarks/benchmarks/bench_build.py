@@ -11,9 +11,7 @@ class Build:
     timeout = 1800
 
     def setup_cache(self):
-        return {
-            arch: [compiler.compile_offline(v, arch) for v in choose.variants(arch)] for arch in self.params
-        }
+        return {arch: [compiler.compile_offline(v, arch) for v in choose.variants(arch)] for arch in self.params}
 
     def track_compile_seconds(self, records, arch):
         return max(record.seconds for record in records[arch])

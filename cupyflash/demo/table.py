@@ -41,9 +41,7 @@ def table(report):
     ours, theirs = long_call["cupyflash"], long_call["standard"]
     lines += ["", row(f"first layer, {long_call['tokens']} tokens in one call", "cupyflash", "standard")]
     lines.append(row("  time", *(milliseconds(call["seconds"]) for call in (ours, theirs))))
-    lines.append(
-        row("  peak memory beyond q, k, v", *(megabytes(call["peak_bytes"]) for call in (ours, theirs)))
-    )
+    lines.append(row("  peak memory beyond q, k, v", *(megabytes(call["peak_bytes"]) for call in (ours, theirs))))
 
     resources = long_call["resources"]
     lines += ["", "what cupyflash's call waits for, at rates measured here"]

@@ -16,14 +16,16 @@ struct float16 {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
 #else
     asm("{ .reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }"
-        : "=r"(packed) : "f"(low), "f"(high));
+        : "=r"(packed)
+        : "f"(low), "f"(high));
 #endif
     return packed;
   }
   __device__ __forceinline__ static float2 unpack(uint32 packed) {
     float2 r;
     asm("{ .reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h; }"
-        : "=f"(r.x), "=f"(r.y) : "r"(packed));
+        : "=f"(r.x), "=f"(r.y)
+        : "r"(packed));
     return r;
   }
 };
@@ -44,8 +46,9 @@ struct bfloat16 {
 // 9.7.13.7 red: adds four neighbouring floats; one instruction from Hopper on.
 __device__ __forceinline__ void reduce_add(float* address, const float (&x)[4]) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
-               :: "l"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(x[0]), "f"(x[1]),
+               "f"(x[2]), "f"(x[3])
+               : "memory");
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) atomicAdd(address + i, x[i]);
@@ -59,7 +62,7 @@ __device__ __forceinline__ uint32 load_acquire(const uint32* address) {
   return value;
 }
 __device__ __forceinline__ void add_release(uint32* address, uint32 value) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(address), "r"(value) : "memory");
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 }  // namespace cupyflash

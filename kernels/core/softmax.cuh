@@ -1,5 +1,6 @@
 // Online softmax (Milakov and Gimelshein, arXiv 1805.02867) with FlashAttention-2's late normalisation: out and
 // sum stay relative to a maximum that is moved only when a score exceeds it by more than 2^8, and are divided once.
+// What happens to a row depends on that row alone, bit for bit; votes of the warp only skip work that changes nothing.
 #pragma once
 
 #include "core/fragment.cuh"
@@ -71,8 +72,9 @@ struct OnlineSoftmax {
         for (int j = 0; j < kCols / 8; ++j) m = fmaxf(fmaxf(m, scores[t].x[j][2 * half]), scores[t].x[j][2 * half + 1]);
         m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 1));
         m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 2));
-        next[t][half] = fmaxf(m, top[t][half]);
-        grew |= (next[t][half] - top[t][half]) * scale_log2 > kSlack;
+        const bool exceeds = (m - top[t][half]) * scale_log2 > kSlack;  // also where the row had no key so far
+        next[t][half] = exceeds ? m : top[t][half];
+        grew |= exceeds;
       }
     if (!__any_sync(kFullWarp, grew)) return;
 #pragma unroll
@@ -95,7 +97,8 @@ struct OnlineSoftmax {
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float origin = top[t][half] == -kInfinity ? 0.f : top[t][half];
+        if (!(fabsf(base[t][half]) > kExact)) continue;
+        const float origin = top[t][half];
         base[t][half] = 0.f;
 #pragma unroll
         for (int j = 0; j < kCols / 8; ++j) scores[t].x[j][2 * half] -= origin, scores[t].x[j][2 * half + 1] -= origin;

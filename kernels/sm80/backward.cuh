@@ -31,7 +31,9 @@ struct Statistics {
     if (threadIdx.x < kRows) lse[threadIdx.x] = row.lse, lse[kRows + threadIdx.x] = row.delta;
   }
   __device__ __forceinline__ float2 lse_of(int col) const { return *reinterpret_cast<const float2*>(lse + col); }
-  __device__ __forceinline__ float2 delta_of(int col) const { return *reinterpret_cast<const float2*>(lse + kRows + col); }
+  __device__ __forceinline__ float2 delta_of(int col) const {
+    return *reinterpret_cast<const float2*>(lse + kRows + col);
+  }
 };
 
 // Deterministic: the blocks of one head add to a query tile in the order of their keys.
@@ -47,7 +49,8 @@ __device__ __forceinline__ void pass_turn_on(uint32* counter) {
 }
 
 template <class T, BackwardSpec kSpec>
-__global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) backward(const __grid_constant__ BackwardParams p) {
+__global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
+    backward(const __grid_constant__ BackwardParams p) {
   constexpr int kThreads = 32 * kSpec.warps, kAccess = kSpec.access, kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k;
   constexpr int kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   using KTile = Tile<kBlockK, kDim>;
@@ -95,12 +98,14 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) backwar
   const int first_key = work.tile * kBlockK;
   const Range keys = {first_key, min(first_key + kBlockK, s.seqlen_k) - 1};
   const Range seen = queries_of_any(band, keys), seen_by_all = queries_of_all(band, keys);
-  const int first_tile = seen.first / kBlockQ, tiles = seen.last < seen.first ? 0 : seen.last / kBlockQ - first_tile + 1;
+  const int first_tile = seen.first / kBlockQ,
+            tiles = seen.last < seen.first ? 0 : seen.last / kBlockQ - first_tile + 1;
 
   const int first_head = work.head * s.group;
   const auto load_queries = [&](int stage, int head, int tile) {
     load_tile<kThreads, kAccess>(q_tile(stage), head_of(p.q, work.batch, head, s.seqlen_q, s.head_dim), tile * kBlockQ);
-    load_tile<kThreads, kAccess>(dout_tile(stage), head_of(p.dout, work.batch, head, s.seqlen_q, s.head_dim_v), tile * kBlockQ);
+    load_tile<kThreads, kAccess>(dout_tile(stage), head_of(p.dout, work.batch, head, s.seqlen_q, s.head_dim_v),
+                                 tile * kBlockQ);
   };
 
   Accumulator<kGradCols> dk[kGradRows / 16];
@@ -134,11 +139,12 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) backwar
     product<T, kDim / 16>(prob, Left(k_tile, score_row), RightTransposed(q_tile(stage), score_col));
 
     const int first_query = tile * kBlockQ;
-    if (first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last) {
+    const bool keys_exist = first_key + kBlockK <= s.seqlen_k;
+    if (!keys_exist || first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last) {
 #pragma unroll
       for (int t = 0; t < kScoreRows / 16; ++t)
-        prob[t].hide(first_key + score_row + 16 * t, first_query + score_col, s.scale_log2 < 0.f ? kInfinity : -kInfinity,
-                     [&](int key) { return band.queries(key); });
+        prob[t].hide(first_key + score_row + 16 * t, first_query + score_col,
+                     s.scale_log2 < 0.f ? kInfinity : -kInfinity, [&](int key) { return band.queries(key); });
     }
 #pragma unroll
     for (int j = 0; j < kScoreCols / 8; ++j) {
@@ -185,7 +191,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) backwar
     product<T, kBlockK / 16>(dq, LeftTransposed(ds_tile, dq_row), Right(k_tile, dq_col));
 
     const int64 pair = int64(work.batch) * s.heads_q + head;
-    const auto turn = [&] { return p.turn + 1 + (int64(work.batch) * s.heads_q + opaque(head)) * q_tiles + opaque(tile); };
+    const auto turn = [&] {
+      return p.turn + 1 + (int64(work.batch) * s.heads_q + opaque(head)) * q_tiles + opaque(tile);
+    };
     if constexpr (kSpec.deterministic) {
       const Range rows = {first_query, min(first_query + kBlockQ, s.seqlen_q) - 1};
       wait_for_turn(turn(), work.tile - keys_of_any(band, rows).first / kBlockK);

@@ -1,5 +1,6 @@
 // out = softmax(scale q k^T) v and its log-sum-exp: FlashAttention-2's forward (arXiv 2307.08691, Algorithm 1) with
-// mma.sync. A block owns block_q queries of one head and goes through the keys they see from the last tile to the first.
+// mma.sync. A block owns block_q queries of one head and goes through the keys they see from the last tile to the
+// first.
 #pragma once
 
 #include "core/epilogue.cuh"
@@ -14,7 +15,8 @@ namespace cupyflash {
 template <int kThreads, class QTile>
 __device__ __forceinline__ void negate(QTile q) {
 #pragma unroll 1
-  for (int i = threadIdx.x; i < q.kBytes / 4; i += kThreads) store_shared(q.base + 4 * i, load_shared(q.base + 4 * i) ^ 0x80008000u);
+  for (int i = threadIdx.x; i < q.kBytes / 4; i += kThreads)
+    store_shared(q.base + 4 * i, load_shared(q.base + 4 * i) ^ 0x80008000u);
 }
 
 template <int kRowTiles, int kSteps>
@@ -37,7 +39,8 @@ template <int kRowTiles>
 struct InRegisters<kRowTiles, 0> {};
 
 template <class T, ForwardSpec kSpec>
-__global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) forward(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
+    forward(const __grid_constant__ ForwardParams p) {
   constexpr int kThreads = 32 * kSpec.warps, kRowTiles = kSpec.rows_per_warp() / 16;
   constexpr int kSteps = kSpec.head_dim / 16, kAccess = kSpec.access;
   using QTile = Tile<kSpec.block_q, kSpec.head_dim>;
@@ -50,7 +53,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) forward
   const QTile q_tile(shared_address(shared));
   const OutTile out_tile(q_tile.base);
   const auto k_tile = [&](int stage) { return KTile(q_tile.base + kQBytes + stage * KTile::kBytes); };
-  const auto v_tile = [&](int stage) { return VTile(q_tile.base + kQBytes + kSpec.stages * KTile::kBytes + stage * VTile::kBytes); };
+  const auto v_tile = [&](int stage) {
+    return VTile(q_tile.base + kQBytes + kSpec.stages * KTile::kBytes + stage * VTile::kBytes);
+  };
 
   const Sizes& s = p.sizes;
   const int q_tiles = (s.seqlen_q + kSpec.block_q - 1) / kSpec.block_q;
@@ -64,7 +69,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm) forward
   const int first_row = work.tile * kSpec.block_q, warp_row = warp_index() * kSpec.rows_per_warp();
   const Range rows = {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1};
   const Range seen = keys_of_any(band, rows), seen_by_all = keys_of_all(band, rows);
-  const int first_tile = seen.first / kSpec.block_k, last_tile = seen.last < seen.first ? first_tile - 1 : seen.last / kSpec.block_k;
+  const int first_tile = seen.first / kSpec.block_k,
+            last_tile = seen.last < seen.first ? first_tile - 1 : seen.last / kSpec.block_k;
 
   Accumulator<kSpec.head_dim_v> out[kRowTiles];
 #pragma unroll

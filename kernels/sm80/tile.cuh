@@ -14,7 +14,8 @@ struct Matrix {  // one head of an array in global memory; stride in bytes
 };
 
 __device__ __forceinline__ Matrix head_of(const Array& array, int batch, int head, int rows, int cols, int item = 2) {
-  return {static_cast<char*>(array.data) + (batch * array.batch + head * array.head) * item, array.row * item, rows, cols};
+  return {static_cast<char*>(array.data) + (batch * array.batch + head * array.head) * item, array.row * item, rows,
+          cols};
 }
 
 __device__ constexpr int common_factor(int a, int b) { return b == 0 ? a : common_factor(b, a % b); }
@@ -54,7 +55,8 @@ struct Tile {
     for (int j = 0; j < kAccCols / 8; ++j)
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        store_shared(at(row + acc.row(half), col / 8 + j) + 2 * acc.col(), T::pack(acc.x[j][2 * half], acc.x[j][2 * half + 1]));
+        store_shared(at(row + acc.row(half), col / 8 + j) + 2 * acc.col(),
+                     T::pack(acc.x[j][2 * half], acc.x[j][2 * half + 1]));
   }
 };
 
@@ -72,7 +74,8 @@ __device__ __forceinline__ void load_tile(Tile<kRows, kCols> tile, const Matrix&
 #pragma unroll kUnroll
   for (int i = 0; i < (kRows + kRowStep - 1) / kRowStep; ++i) {
     if (kRows % kRowStep != 0 && row + i * kRowStep >= kRows) break;
-    const uint32 target = kRowStep % 8 == 0 ? tile.moved(tile.at(row, byte / 16), i * kRowStep, 0) : tile.at(row + i * kRowStep, byte / 16);
+    const uint32 target = kRowStep % 8 == 0 ? tile.moved(tile.at(row, byte / 16), i * kRowStep, 0)
+                                            : tile.at(row + i * kRowStep, byte / 16);
     copy_async<kAccess>(target + byte % 16, source, i * kRowStep < limit);
     source = opaque(source + step);
   }
@@ -99,7 +102,8 @@ __device__ __forceinline__ void store_tile(Tile<kRows, kCols> tile, const Matrix
 template <class Tile>
 struct Left {  // rows from `row` on
   uint32 lane;
-  __device__ __forceinline__ explicit Left(Tile tile, int row) : lane(opaque(tile.at(row + lane_index() % 16, lane_index() / 16))) {}
+  __device__ __forceinline__ explicit Left(Tile tile, int row)
+      : lane(opaque(tile.at(row + lane_index() % 16, lane_index() / 16))) {}
   __device__ __forceinline__ void operator()(uint32 (&a)[4], int row_tile, int step) const {
     load_matrix(a, Tile::moved(lane, 16 * row_tile, 2 * step));
   }
