@@ -257,7 +257,7 @@ def _overlaps_itself(x):
 def _shares_memory(a, b):
     if isinstance(a, np.ndarray):
         return np.shares_memory(a, b)
-    # CuPy's test of ranges takes memory that was wrapped twice for two, and its exact one computes on the GPU.
+    # CuPy's own tests: that of ranges takes memory wrapped twice for two, the exact one computes on the GPU.
     (a_low, a_high), (b_low, b_high) = _range(a), _range(b)
     return a_low < b_high and b_low < a_high and np.shares_memory(_addresses(a), _addresses(b))
 
