@@ -77,7 +77,7 @@ def _window(window):
 
 
 def _scale(scale):
-    allowed = f"allowed: None or a finite real number of at most {MAX_SCALE:g} in magnitude"
+    allowed = "allowed: None or a finite real number of at most 1e38 in magnitude"
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale is {scale!r} ({type_name(scale)}); {allowed}")
     number = scale.item() if isinstance(scale, np.generic) else scale  # MAX_SCALE overflows a NumPy float16
