@@ -1,5 +1,6 @@
 """Wrong arguments: an error that names the argument, what it got and what is allowed, and nothing else."""
 
+import doctest
 import itertools
 import os
 import subprocess
@@ -446,6 +447,13 @@ def test_what_is_remembered_is_bounded(monkeypatch):
         cupyflash.attention(q, k, v, scale=scale)
         assert len(module._plans) <= 8
     assert cupyflash.attention(q, k, v, scale=99) is not None and len(module._plans) <= 8
+
+
+@pytest.mark.parametrize("name", ["attention", "merge"])
+def test_examples(name):
+    """The examples of the docstrings."""
+    failed, tried = doctest.testmod(sys.modules[f"cupyflash.{name}"])
+    assert tried and not failed
 
 
 # ------------------------------------------------------------------------------------------------ import

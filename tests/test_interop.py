@@ -353,7 +353,11 @@ def current_device(monkeypatch):
             stack.append("left")
 
     cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(getDevice=lambda: 0), Device=Device)
-    xp = types.SimpleNamespace(cuda=cuda, ndarray=cupy.ndarray, ascontiguousarray=lambda x: ("copy", x))
+    xp = types.SimpleNamespace(
+        cuda=cuda,
+        ndarray=cupy.ndarray,
+        ascontiguousarray=lambda x: ("copy", x),
+    )
     monkeypatch.setattr(interop.Home, "xp", xp)
     return stack
 
@@ -397,11 +401,27 @@ def test_cupy_arguments(current_device):
     wide = [cupy_array(x) for x in inputs("float32")[1:]]
     with pytest.raises(NotImplementedError, match="q has dtype float32; allowed on the GPU: float16, bfloat16"):
         cupyflash.attention(*wide)
-    with pytest.raises(ValueError, match="out shares memory with q"):
-        cupyflash.attention(q, k, v, out=cupy_array(args[1][..., :6]))
     odd = np.zeros(q.nbytes + 1, np.uint8)[1:].view(np.float16).reshape(q.shape)
     with pytest.raises(ValueError, match="q is at address 0x.*; allowed: multiples of 2"):
         cupyflash.attention(cupy_array(odd), k, v)
+
+
+def test_cupy_out_overlaps(current_device, monkeypatch):
+    """Each array wraps its memory anew here, as those of PyTorch and DLPack do."""
+    monkeypatch.setattr(interop.Home, "backend", types.SimpleNamespace(forward=lambda *args: None))
+    fused = np.zeros((2, 6, 4, 4, 8), "float16")
+    q, k, v, out = (cupy_array(fused[:, :5, i]) for i in range(4))
+    assert cupyflash.attention(q, k, v, out=out) is out
+    assert cupyflash.attention(q, k, v, out=cupy_array(fused[:, ::-1][:, :5, 3])) is not None
+    for i, name in enumerate("qkv"):
+        for wrong in (fused[:, :5, i], fused[:, 1:, i], fused[:, 4::-1, i], fused[::-1, :5, i, :, ::-1]):
+            with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+                cupyflash.attention(q, k, v, out=cupy_array(wrong))
+    flat = np.zeros(2 * q.size - 1, "float16")
+    ends = [cupy_array(x.reshape(q.shape)) for x in (flat[: q.size], flat[q.size - 1 :])]
+    for first, last in (ends, ends[::-1], (ends[0], ends[1][::-1, ::-1, ::-1, ::-1])):
+        with pytest.raises(ValueError, match="out shares memory with v"):
+            cupyflash.attention(q, k, first, out=last)
 
 
 # --------------------------------------------------------------------------------------- threads and memory
