@@ -102,7 +102,10 @@ class GpuRecord:
     def pytest_sessionfinish(self, session):
         files = {path.name for path in RECORD.parent.glob("test_*.py")}
         if self.deselected or session.shouldstop or {item.path.name for item in session.items} != files:
-            raise pytest.UsageError("--gpu-record needs a run of all tests; nothing is recorded")
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+            terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write_line("\n--gpu-record needs a run of all tests: nothing is recorded", red=True)
+            return
         counts = Counter(self.outcomes.values())
         record = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
