@@ -1,5 +1,6 @@
 """The CUDA backend: fills one parameter struct for each kernel and launches it on the current device and stream.
 
+Every array but the lse-shaped ones has a contiguous last axis: what has not was copied before (``attention.py``).
 What depends on shapes, strides and alignment is worked out once and kept as a plan; a warm call copies the plan's
 struct, writes the pointers and launches. The dtypes are the twins of the structs in ``kernels/core/params.cuh``.
 """
@@ -107,12 +108,6 @@ def forward(problem: Problem, q, k, v, out, lse) -> None:
     key = (problem, device, low_bits, q.strides, k.strides, v.strides, out.strides, lse_strides, out.itemsize)
     plan = _plans.get(key)
     if plan is None:
-        if not all(map(_rows_contiguous, (q, k, v, out))):
-            target = out if _rows_contiguous(out) else cupy.empty(out.shape, out.dtype)
-            forward(problem, *map(_with_contiguous_rows, (q, k, v)), target, lse)
-            if target is not out:
-                out[...] = target
-            return
         plan = _remember(key, _plan_forward(problem, q, k, v, out, lse))
     plan.run(q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr)
 
@@ -129,14 +124,6 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, determ
     key = (problem, device, low_bits & 15, strides, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        if not all(map(_rows_contiguous, arrays)):
-            q, k, v, dout, out = map(_with_contiguous_rows, (q, k, v, dout, out))
-            targets = [x if _rows_contiguous(x) else cupy.empty(x.shape, x.dtype) for x in (dq, dk, dv)]
-            backward(problem, dout, q, k, v, out, lse, dlse, *targets, deterministic)
-            for given, target in zip((dq, dk, dv), targets):
-                if target is not given:
-                    given[...] = target
-            return
         plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, deterministic))
     sum_size, turns = plan.workspace
     delta = cupy.empty(problem.batch * problem.heads_q * problem.seqlen_q, np.float32)
@@ -150,14 +137,6 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, determ
         dq_sum.data.ptr,
         0 if turn is None else turn.data.ptr,
     )
-
-
-def _rows_contiguous(x) -> bool:
-    return x.shape[-1] == 1 or x.strides[-1] == x.itemsize
-
-
-def _with_contiguous_rows(x):
-    return x if _rows_contiguous(x) else cupy.ascontiguousarray(x)
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:

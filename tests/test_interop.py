@@ -5,6 +5,7 @@ import ctypes
 import gc
 import sys
 import threading
+import time
 import types
 
 import ml_dtypes
@@ -378,6 +379,9 @@ def test_cupy_call(current_device, monkeypatch, device):
     monkeypatch.setattr(interop.Home, "backend", backend)
     dout, q, k, v = (cupy_array(x, device) for x in inputs("float16"))
     scattered = layouts(inputs("float16")[2])["last axis first"]
+    assert cupyflash.attention(q, k, v, out=dout) is dout
+    assert calls.pop()[2] is k
+    del current_device[1:]
     for _ in range(2):
         assert cupyflash.attention(q, cupy_array(scattered, device), v, out=dout) is dout
         problem, *views, lse, depth = calls.pop()
@@ -385,6 +389,10 @@ def test_cupy_call(current_device, monkeypatch, device):
         assert problem.dtype == "float16" and problem.seqlen_k == 7
         assert current_device[-1] == ("left" if device else 0) and depth == (2 if device else 1)
         del current_device[1:]
+    one = normal((2, 5, 4, 1), "float16")
+    one = cupy_array(np.lib.stride_tricks.as_strided(one, one.shape, (*one.strides[:-1], 10**12)), device)
+    cupyflash.attention(one, one, one, out=cupy_array(np.empty(one.shape, "float16"), device))
+    assert calls.pop()[1] is one  # B088: an axis of size 1 is contiguous
 
 
 def test_cupy_arguments(current_device):
@@ -422,6 +430,15 @@ def in_threads(work, count=10):
         thread.join()
     if errors:
         raise errors[0]
+
+
+def test_threads_share_a_home(monkeypatch):
+    """B108: those that ask at once get one home, or arrays in one place would look as if in two."""
+    monkeypatch.setattr(interop, "_HOMES", {})
+    monkeypatch.setattr(interop.Home, "__init__", lambda self, gpu: time.sleep(0.01))
+    homes = [None] * 10
+    in_threads(lambda i: homes.__setitem__(i, interop._home(interop.CuPy, 0)))
+    assert len(set(homes)) == 1
 
 
 def test_threads():
