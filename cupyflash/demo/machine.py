@@ -11,11 +11,13 @@ import numpy as np
 
 from cupyflash import attention
 
+HOW_TO_GET_CUDA = 'pip install "cupyflash[cuda13,cublas13]", or [cuda12,cublas12] for an older driver'
+
 # The argument stays in [0, 1] and the result feeds the next call, so that nothing can be left out.
 EXPONENTIALS_PER_THREAD = 1024
 EXPONENTIALS = f"""
     float y = x;
-    for (int i = 0; i < {EXPONENTIALS_PER_THREAD}; ++i) y = exp2f(-y);
+    for (int count = 0; count < {EXPONENTIALS_PER_THREAD}; ++count) y = exp2f(-y);
     x = y;
 """
 
@@ -96,6 +98,7 @@ class Gpu(Cpu):
         self.cupy.cuda.Device().synchronize()
 
     def peak_bytes(self, function):
+        self.cupy.get_default_memory_pool().free_all_blocks()  # what it keeps for later may be needed now
         pool = self.cupy.cuda.MemoryPool()  # it never shrinks by itself, so its size is its high-water mark
         with self.cupy.cuda.using_allocator(pool.malloc):
             function()
@@ -147,11 +150,16 @@ def missing_for_gpu():
     try:
         import cupy
     except ImportError as error:
-        return f'CuPy is missing ({error}): pip install "cupyflash[cuda13]", or [cuda12] for an older driver'
+        return f"CuPy is missing ({error}): {HOW_TO_GET_CUDA}"
     try:
         cupy.cuda.runtime.getDeviceCount()
     except RuntimeError as error:
         return f"CuPy finds no GPU ({error})"
+    try:
+        x = cupy.ones((2, 2), np.float32)
+        x @ x
+    except (ImportError, RuntimeError) as error:
+        return f"CuPy finds no cuBLAS ({error}): {HOW_TO_GET_CUDA}"
     try:
         x = cupy.zeros((1, 16, 1, 32), cupy.float16)
         attention(x, x, x)
