@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 from collections import Counter
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import tools
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory
 RECORD = tools.ROOT / "tests" / "gpu_record.json"
 NO_CUDA = tools.cuda_missing()
 
@@ -20,11 +22,13 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
+    config.addinivalue_line("markers", "xdist_group: of pytest-xdist")
     config.addinivalue_line("markers", "large: needs many gigabytes of GPU memory")
     if config.getoption("gpu_record"):
         if NO_CUDA:
             raise pytest.UsageError(f"--gpu-record needs a GPU ({NO_CUDA})")
-        config.pluginmanager.register(GpuRecord(), "gpu-record")
+        if not hasattr(config, "workerinput"):  # of pytest-xdist: its controller gets every report
+            config.pluginmanager.register(GpuRecord(), "gpu-record")
 
 
 def pytest_collection_modifyitems(items):
@@ -32,6 +36,9 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+    for item in items:
+        if item.get_closest_marker("large"):  # one after the other with pytest-xdist --dist loadgroup
+            item.add_marker(pytest.mark.xdist_group("large"))
 
 
 def _backends(*names):
@@ -88,10 +95,6 @@ class GpuRecord:
 
     def __init__(self):
         self.outcomes = {}
-        self.deselected = 0
-
-    def pytest_deselected(self, items):
-        self.deselected += len(items)
 
     def pytest_runtest_logreport(self, report):
         if "gpu" in report.keywords:
@@ -100,12 +103,10 @@ class GpuRecord:
             self.outcomes[report.nodeid] = max(before, report.outcome, key=worst.index)
 
     def pytest_sessionfinish(self, session):
-        files = {path.name for path in RECORD.parent.glob("test_*.py")}
-        if self.deselected or session.shouldstop or {item.path.name for item in session.items} != files:
-            session.exitstatus = pytest.ExitCode.USAGE_ERROR
-            terminal = session.config.pluginmanager.get_plugin("terminalreporter")
-            terminal.write_line("\n--gpu-record needs a run of all tests: nothing is recorded", red=True)
-            return
+        option = session.config.option
+        chosen = option.keyword or option.markexpr not in ("", "gpu") or session.config.args != ["tests"]
+        if chosen or session.shouldstop:
+            raise pytest.UsageError("--gpu-record needs a run of all tests, or of -m gpu; nothing is recorded")
         counts = Counter(self.outcomes.values())
         record = {
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

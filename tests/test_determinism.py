@@ -33,9 +33,7 @@ def test_repeated(backend1, heads_q, heads_k, options):
     for _ in range(runs(backend1)):
         again, lse_again = cupyflash.attention(*x.qkv, return_lse=True, **options)
         assert tools.same_bits(again, out) and tools.same_bits(lse_again, lse)
-        repeated = cupyflash.attention_backward(
-            x.dout, *x.qkv, out, lse, dlse=x.dlse, deterministic=True, **options
-        )
+        repeated = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, dlse=x.dlse, deterministic=True, **options)
         assert all(map(tools.same_bits, repeated, gradients))
 
 
@@ -45,9 +43,7 @@ def test_not_deterministic_is_within_rounding(backend1):
     out, lse = cupyflash.attention(*x.qkv, causal=True, return_lse=True)
     right = tools.expectation(backend1, *x.qkv, x.dout, causal=True)
     for deterministic in (True, False, False, False):
-        gradients = cupyflash.attention_backward(
-            x.dout, *x.qkv, out, lse, causal=True, deterministic=deterministic
-        )
+        gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, causal=True, deterministic=deterministic)
         for name, gradient in gradients._asdict().items():
             tools.assert_close(name, backend1.host(gradient), *right[name])
 

@@ -13,9 +13,7 @@ ALL_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def both_passes(backend, x, **options):
     """Results of a case, deterministic so that they can be compared bit for bit."""
     out, lse = cupyflash.attention(*x.qkv, return_lse=True, **options)
-    gradients = cupyflash.attention_backward(
-        x.dout, *x.qkv, out, lse, dlse=x.dlse, deterministic=True, **options
-    )
+    gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, dlse=x.dlse, deterministic=True, **options)
     return {"out": out, "lse": lse, **gradients._asdict()}
 
 
@@ -41,6 +39,8 @@ def test_one_array_in_another_layout(backend1, layout, head_dim, name):
 @ALL_LAYOUTS
 def test_results_of_a_backend_in_a_layout(backend1, layout):
     """Every result in any layout, written in full, and nothing around it: the backends themselves."""
+    if backend1.name == "cuda" and not tools.rows_are_contiguous(laid_out(backend1, inputs(backend1, 2).q, layout)):
+        pytest.skip("the kernels write whole rows; attention.py copies what has none")
     x = inputs(backend1, 70, 65, heads_q=4, heads_k=2)
     problem = tools.problem(backend1, *x.qkv, causal=True)
     lse_layout = tools.Layout(tuple(axis for axis in layout.order if axis != 3), layout.offset, layout.padding)

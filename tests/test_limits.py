@@ -154,13 +154,17 @@ def test_memory_grows_with_the_length(backend1):
         assert peaks[1] < 2.5 * peaks[0] and peaks[1] < 3200 * 3200
         return
     pool = backend1.xp.get_default_memory_pool()
-    peaks = []
-    for seqlen in (4096, 16384):
-        x = inputs(backend1, seqlen, batch=1, heads_q=2)
-        pool.free_all_blocks()
-        before = pool.total_bytes()
-        out, lse = cupyflash.attention(*x.qkv, causal=True, return_lse=True)
-        cupyflash.attention_backward(x.dout, *x.qkv, out, lse, causal=True)
-        peaks.append(pool.total_bytes() - before)
-    assert peaks[1] < 4.5 * peaks[0] and peaks[1] < 2 * 16384**2
+    seqlen, rows, row = 65536, 65536 * 2, 64
+    x = inputs(backend1, seqlen, batch=1, heads_q=2, head_dim=row)
+    cupyflash.attention(x.q[:, :64], x.k, x.v)  # what a first call keeps
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    out, lse = cupyflash.attention(*x.qkv, causal=True, return_lse=True)
+    assert pool.total_bytes() - before <= rows * (2 * row + 4) + 4096, "forward: more than out and lse"
+    before = pool.total_bytes()
+    cupyflash.attention_backward(x.dout, *x.qkv, out, lse, causal=True)
+    gradients, dq_sum, delta = 3 * 2 * row * rows, 4 * row * rows, 4 * rows
+    assert pool.total_bytes() - before <= gradients + dq_sum + delta + 4096, (
+        "backward: more than results, dq sum, delta"
+    )
     assert np.isfinite(backend1.host(out)).all()

@@ -221,6 +221,10 @@ def laid_out(backend, values, layout):
     return guarded.array
 
 
+def rows_are_contiguous(x):
+    return x.strides[-1] == x.itemsize
+
+
 # ---------------------------------------------------------------------------------------------- right and wrong
 
 
