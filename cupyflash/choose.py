@@ -20,11 +20,12 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .problem import Problem
-from .spec import BackwardSpec, ForwardSpec, PrepareSpec, Variant
+from .spec import BackwardSpec, ForwardSpec, HopperForwardSpec, PrepareSpec, Variant
 
-PATHS = ("sm80",)
+PATHS = ("sm80", "sm90")
 
 # head_dim up to: (block_q, block_k, warps, stages, blocks_per_sm, q_in_registers), ... The first rows were chosen by
 # measurement on an H200, the smaller ones by their fit in the shared memory of other devices.
@@ -37,6 +38,22 @@ FORWARD = {
 }
 # The same, first choice of kernels without options: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
+
+# Hopper, head_dim up to: (block_k, groups, stages, ping_pong) of full problems, of short banded ones and of long ones.
+# Relative to cuDNN 9.19 in the same run, bfloat16, lengths 512 / 2048 / 16384 (full, then causal):
+#   64: 0.95 1.15 1.23, 0.85 0.94 1.19; 128: 0.82 1.02 1.12, 0.82 0.96 1.19; 256: 0.81 1.10 1.18, 0.77 1.00 1.30.
+# Tried: without ping-pong 0.84 1.05 1.22 at 64; one block a tile loses 10 % at 512 and 2048 and wins 14 to 70 % on long
+# causal problems, whose tiles differ; a loop that carries the last tile of one work over to the first of the next lost
+# 12 % at 64 and nothing elsewhere; 176 keys at 128: 0.78 0.99 1.11. Short lengths wait for the first scores and the
+# last store of a tile, when both warpgroups have no product to issue.
+HOPPER_FORWARD = {
+    64: ((128, 3, 2, True), (128, 2, 2, True), (128, 3, 2, True)),
+    128: ((128, 2, 2, True),) * 3,
+    192: ((112, 2, 2, True),) * 3,
+    256: ((80, 2, 2, True),) * 3,
+}
+SHORT = 2048  # keys
+HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulator of out
 
 # head_dim up to:
 # (block_q, block_k, warps, score_warps_k, grad_warps_k, dq_warps_q, stages, blocks_per_sm), ...
@@ -67,11 +84,17 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def path() -> str:
-    """Return the kernel path: the only one there is, or what the environment variable CUPYFLASH_PATH names."""
-    name = os.environ.get("CUPYFLASH_PATH", PATHS[-1])
+def path(capability: int, nvrtc: tuple[int, int]) -> str:
+    """Return the kernel path for a device: its fastest one, or what the environment variable CUPYFLASH_PATH names."""
+    able = ("sm80", "sm90") if capability == 90 and nvrtc >= (12, 9) else ("sm80",)
+    name = os.environ.get("CUPYFLASH_PATH", able[-1])
     if name not in PATHS:
         raise ValueError(f"CUPYFLASH_PATH={name!r} names no kernel path; there are {', '.join(PATHS)}")
+    if name not in able:
+        version = ".".join(map(str, nvrtc))
+        raise ValueError(
+            f"CUPYFLASH_PATH={name} needs compute capability 9.0 and NVRTC 12.9, not {capability} and {version}"
+        )
     return name
 
 
@@ -95,7 +118,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int)
     make = functools.partial(_forward_spec, d, dv, float32_out, access)
     plain = {} if float32_out or access < 16 else FORWARD_PLAIN
     return Variant(
-        f"{path()}/forward.cuh",
+        "sm80/forward.cuh",
         "forward",
         problem.dtype,
         _fitting(FORWARD, plain, make, max(d, dv), shared_limit),
@@ -107,13 +130,29 @@ def _forward_spec(d, dv, float32_out, access, block_q, block_k, warps, stages, b
 
 
 @functools.lru_cache(maxsize=1024)
+def hopper_forward(problem: Problem, float32_out: bool) -> Variant:
+    """Return the forward kernel for `problem` on Hopper, for arrays that its copy engine can read."""
+    d = round_up(problem.head_dim, 16)
+    dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
+    full, short, long = HOPPER_FORWARD[min(limit for limit in HOPPER_FORWARD if limit >= max(d, dv))]
+    tiling = full if not problem.banded else short if problem.seqlen_k <= SHORT else long
+    spec = HopperForwardSpec(d, dv, *tiling, float32_out)
+    return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
+
+
+def persistent(problem: Problem) -> bool:
+    """Whether Hopper's blocks go from tile to tile; long banded tiles differ too much, so the hardware deals them."""
+    return not problem.banded or problem.seqlen_k <= SHORT
+
+
+@functools.lru_cache(maxsize=1024)
 def backward(problem: Problem, access: int, deterministic: bool, shared_limit: int) -> Variant:
     """Return the main backward kernel for `problem`."""
     d, dv = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
     make = functools.partial(_backward_spec, d, dv, deterministic, access)
     plain = {} if deterministic or access < 16 else BACKWARD_PLAIN
     return Variant(
-        f"{path()}/backward.cuh",
+        "sm80/backward.cuh",
         "backward",
         problem.dtype,
         _fitting(BACKWARD, plain, make, max(d, dv), shared_limit),
@@ -157,6 +196,9 @@ def variants(capability: int) -> Iterator[Variant]:
             aligned = ((16, False), (2, False)) if head_dim == 128 else ((16, False),)
             for access, float32_out in (*aligned, (16, True)):
                 yield forward(problem, access, float32_out, limit)
+            if capability == 90:
+                for banded, float32_out in ((None, False), (0, False), (None, True)):
+                    yield hopper_forward(replace(problem, seqlen_k=SHORT, right=banded), float32_out)
             for access, deterministic in (*aligned, (16, True)):
                 try:
                     main = backward(problem, access, deterministic, limit)

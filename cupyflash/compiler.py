@@ -15,6 +15,12 @@ from pathlib import Path
 from .spec import Variant
 
 OPTIONS = ("-std=c++20",)
+HOPPER_OPTIONS = (*OPTIONS, "-arch=sm_90a")  # wgmma and setmaxnreg; from NVRTC 12.9 on it wins over CuPy's own -arch
+
+
+def options(variant: Variant) -> tuple[str, ...]:
+    """Return the compiler's options for `variant`, without those that CuPy adds."""
+    return HOPPER_OPTIONS if variant.header.startswith("sm90/") else OPTIONS
 
 
 def kernel_dir() -> Path:
@@ -69,9 +75,9 @@ def compile_offline(variant: Variant, arch: str) -> Report:
     program = nvrtc.createProgram(source(variant.header), variant.header, (), ())
     try:
         nvrtc.addNameExpression(program, variant.expression)
-        options = (*OPTIONS, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v")
+        arch = "sm_90a" if variant.header.startswith("sm90/") else arch
         try:
-            nvrtc.compileProgram(program, options)
+            nvrtc.compileProgram(program, (*OPTIONS, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v"))
         except nvrtc.NVRTCError as error:
             log = nvrtc.getProgramLog(program)
             raise RuntimeError(f"{variant.expression} does not compile for {arch}: {error}\n{log}") from None
@@ -100,7 +106,9 @@ def _build(variant: Variant):
     import cupy
 
     start = time.perf_counter()
-    module = cupy.RawModule(code=source(variant.header), options=OPTIONS, name_expressions=(variant.expression,))
+    module = cupy.RawModule(
+        code=source(variant.header), options=options(variant), name_expressions=(variant.expression,)
+    )
     built = module.get_function(variant.expression)
     if variant.spec.shared_bytes > 0:
         built.max_dynamic_shared_size_bytes = variant.spec.shared_bytes

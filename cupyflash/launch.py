@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import cupy
 import numpy as np
 
-from . import choose, compiler
+from . import choose, compiler, tensor_map
 from .problem import Problem
 from .spec import Variant
 
@@ -47,6 +47,16 @@ BACKWARD_PARAMS = np.dtype(
     + [*((n, ROW_ARRAY) for n in ("lse", "dlse", "delta"))]
     + [("dq_sum", "u8"), ("turn", "u8"), ("sizes", SIZES)],
     align=True,
+)
+
+MAP = np.dtype(("u8", tensor_map.WORDS))
+HOPPER_FORWARD_PARAMS = np.dtype(
+    {
+        "names": ["q", "k", "v", "out", "lse", "sizes"],
+        "formats": [MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES],
+        "offsets": [0, 128, 256, 384, 416, 448],
+        "itemsize": 512,
+    }
 )
 
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
@@ -92,7 +102,10 @@ class Plan:
 
     @classmethod
     def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=()) -> Plan:
-        slots = tuple(params.dtype.fields[name][1] // 8 for name in names)
+        slots = tuple(
+            params.dtype.fields[name][1] // 8 + (tensor_map.address_word() if params.dtype[name] == MAP else 0)
+            for name in names
+        )
         return cls(launches, params.view(np.int64), np.dtype(("V", params.nbytes)), slots, workspace)
 
     def run(self, *pointers: int) -> None:
@@ -186,32 +199,48 @@ def _sizes(problem: Problem, section: int, forward_pass: bool):
 
 
 @functools.cache
-def _shared_limit(device: int) -> int:
-    return cupy.cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
+def _attribute(device: int, name: str) -> int:
+    return cupy.cuda.Device(device).attributes[name]
+
+
+def _path(device: int) -> str:
+    return choose.path(int(cupy.cuda.Device(device).compute_capability), cupy.cuda.nvrtc.getVersion())
 
 
 def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
+    device = cupy.cuda.runtime.getDevice()
     float32_out = out.dtype == np.float32
     access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
-    variant = choose.forward(problem, access, float32_out, _shared_limit(cupy.cuda.runtime.getDevice()))
-    spec = variant.spec
     key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     pairs = problem.batch * problem.heads_q
     section = min(pairs, max(1, L2_SHARE // key_bytes) * problem.group)
+    sizes = _sizes(problem, section, forward_pass=True)
 
-    params = np.zeros(1, FORWARD_PARAMS)
+    hopper = _path(device) == "sm90" and access == 16 and all(map(tensor_map.possible, (q, k, v)))
+    if hopper:
+        variant = choose.hopper_forward(problem, float32_out)
+    else:
+        variant = choose.forward(problem, access, float32_out, _attribute(device, "MaxSharedMemoryPerBlockOptin"))
+    spec = variant.spec
+    params = np.zeros(1, HOPPER_FORWARD_PARAMS if hopper else FORWARD_PARAMS)
+    params["sizes"] = sizes
     for name, x in zip(("q", "k", "v", "out", "lse"), (q, k, v, out, lse)):
-        _fill(params, name, x)
-    params["sizes"] = _sizes(problem, section, forward_pass=True)
-    tiles = -(-problem.seqlen_q // spec.block_q)
-    launch = Launch.of(variant, pairs * tiles, spec.threads)
-    return Plan.of((launch,), params, ("q", "k", "v", "out", "lse"))
+        if hopper and name in "qkv":
+            params[name] = tensor_map.encode(x, problem.dtype, spec.block_q if name == "q" else spec.block_k)
+        else:
+            _fill(params, name, x)
+    blocks = pairs * -(-problem.seqlen_q // spec.block_q)
+    if hopper and choose.persistent(problem):
+        blocks = min(blocks, _attribute(device, "MultiProcessorCount"))
+    return Plan.of((Launch.of(variant, blocks, spec.threads),), params, ("q", "k", "v", "out", "lse"))
 
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
     float32_out = arrays[4].dtype == np.float32
     access = _access(problem, arrays[:4] + arrays[5:] if float32_out else arrays)
-    main = choose.backward(problem, access, deterministic, _shared_limit(cupy.cuda.runtime.getDevice()))
+    main = choose.backward(
+        problem, access, deterministic, _attribute(cupy.cuda.runtime.getDevice(), "MaxSharedMemoryPerBlockOptin")
+    )
     before, after = choose.around_backward(main, float32_out)
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k

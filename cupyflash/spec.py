@@ -51,6 +51,32 @@ class ForwardSpec(Spec):
 
 
 @dataclass(frozen=True)
+class HopperForwardSpec(Spec):
+    head_dim: int
+    head_dim_v: int
+    block_k: int
+    groups: int
+    stages: int
+    ping_pong: bool
+    float32_out: bool
+
+    blocks_per_sm = 1
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        d, dv = (-(-n // 64) * 64 for n in (self.head_dim, self.head_dim_v))
+        return 2 * (self.block_q * d + self.stages * self.block_k * (d + dv)) + 1024
+
+
+@dataclass(frozen=True)
 class BackwardSpec(Spec):
     head_dim: int
     head_dim_v: int

@@ -41,4 +41,15 @@ struct BackwardParams {
   Sizes sizes;
 };
 
+struct Matrix {  // one head of an array in global memory; stride in bytes
+  char* data;
+  int64 stride;
+  int rows, cols;
+};
+
+__device__ __forceinline__ Matrix head_of(const Array& array, int batch, int head, int rows, int cols, int item = 2) {
+  return {static_cast<char*>(array.data) + (batch * array.batch + head * array.head) * item, array.row * item, rows,
+          cols};
+}
+
 }  // namespace cupyflash

@@ -20,11 +20,46 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) top[t][half] = -kInfinity, sum[t][half] = 0.f;
   }
 
-  // scores -> exp2(scale_log2 * (scores - top)); out and sum are brought to the same top.
-  template <int kCols, int kOutCols>
-  __device__ __forceinline__ void update(Accumulator<kCols> (&scores)[kRowTiles],
-                                         Accumulator<kOutCols> (&out)[kRowTiles], float scale_log2) {
-    raise_top(scores, out, scale_log2);
+  // Raises top where scores exceed it; whether any row of the warp did. Then out lags behind until `rescale`.
+  template <int kCols>
+  __device__ __forceinline__ bool raise(const Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
+    float next[kRowTiles][2];
+    bool grew = false;
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float m = scores[t].x[0][2 * half];
+#pragma unroll
+        for (int j = 0; j < kCols / 8; ++j) m = fmaxf(fmaxf(m, scores[t].x[j][2 * half]), scores[t].x[j][2 * half + 1]);
+        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 2));
+        const bool exceeds = (m - top[t][half]) * scale_log2 > kSlack;  // also where the row had no key so far
+        next[t][half] = exceeds ? m : top[t][half];
+        grew |= exceeds;
+      }
+    if (!__any_sync(kFullWarp, grew)) return false;
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        factor[t][half] = next[t][half] == top[t][half] ? 1.f : exp2f((top[t][half] - next[t][half]) * scale_log2);
+        sum[t][half] *= factor[t][half];
+        top[t][half] = next[t][half];
+      }
+    return true;
+  }
+
+  // Brings out to the present top.
+  template <int kOutCols>
+  __device__ __forceinline__ void rescale(Accumulator<kOutCols> (&out)[kRowTiles]) const {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) out[t].scale_rows(factor[t][0], factor[t][1]);
+  }
+
+  // scores -> exp2(scale_log2 * (scores - top)), added to sum.
+  template <int kCols>
+  __device__ __forceinline__ void exponentiate(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
     float base[kRowTiles][2];
     bool large = false;
 #pragma unroll
@@ -58,37 +93,7 @@ struct OnlineSoftmax {
   }
 
  private:
-  template <int kCols, int kOutCols>
-  __device__ __forceinline__ void raise_top(const Accumulator<kCols> (&scores)[kRowTiles],
-                                            Accumulator<kOutCols> (&out)[kRowTiles], float scale_log2) {
-    float next[kRowTiles][2];
-    bool grew = false;
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float m = scores[t].x[0][2 * half];
-#pragma unroll
-        for (int j = 0; j < kCols / 8; ++j) m = fmaxf(fmaxf(m, scores[t].x[j][2 * half]), scores[t].x[j][2 * half + 1]);
-        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 1));
-        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 2));
-        const bool exceeds = (m - top[t][half]) * scale_log2 > kSlack;  // also where the row had no key so far
-        next[t][half] = exceeds ? m : top[t][half];
-        grew |= exceeds;
-      }
-    if (!__any_sync(kFullWarp, grew)) return;
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) {
-      float factor[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        factor[half] = next[t][half] == top[t][half] ? 1.f : exp2f((top[t][half] - next[t][half]) * scale_log2);
-        sum[t][half] *= factor[half];
-        top[t][half] = next[t][half];
-      }
-      out[t].scale_rows(factor[0], factor[1]);
-    }
-  }
+  float factor[kRowTiles][2];  // of the last raise
 
   // For huge scores: score - top is exact where score * scale - top * scale is not.
   template <int kCols>

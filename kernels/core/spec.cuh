@@ -16,6 +16,15 @@ struct ForwardSpec {
   __device__ constexpr int rows_per_warp() const { return block_q / warps; }
 };
 
+struct HopperForwardSpec {
+  int head_dim, head_dim_v;
+  int block_k;
+  int groups;      // warpgroups that compute, 64 queries each
+  int stages;      // K and V tiles in flight
+  bool ping_pong;  // the warpgroups take turns at the tensor cores
+  bool float32_out;
+};
+
 struct BackwardSpec {
   int head_dim, head_dim_v;
   int block_q, block_k;

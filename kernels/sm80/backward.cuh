@@ -226,8 +226,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   for (int t = 0; t < kGradRows / 16; ++t) {
     dk[t].scale_rows(s.scale, s.scale);
     if constexpr (kAccess < 16) {
-      store_direct<T>(dk[t], dk_target, first_key + grad_row + 16 * t, grad_col);
-      store_direct<T>(dv[t], dv_target, first_key + grad_row + 16 * t, grad_col_v);
+      store_direct<T, kAccess>(dk[t], dk_target, first_key + grad_row + 16 * t, grad_col);
+      store_direct<T, kAccess>(dv[t], dv_target, first_key + grad_row + 16 * t, grad_col_v);
     } else {
       k_tile.template store<T>(dk[t], grad_row + 16 * t, grad_col);
       v_tile.template store<T>(dv[t], grad_row + 16 * t, grad_col_v);

@@ -68,19 +68,18 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Band band(s);
   const int first_row = work.tile * kSpec.block_q, warp_row = warp_index() * kSpec.rows_per_warp();
   const Range rows = {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1};
-  const Range seen = keys_of_any(band, rows), seen_by_all = keys_of_all(band, rows);
-  const int first_tile = seen.first / kSpec.block_k,
-            last_tile = seen.last < seen.first ? first_tile - 1 : seen.last / kSpec.block_k;
+  const Range seen_by_all = keys_of_all(band, rows);
+  const TileRange tiles = tiles_of(band, first_row, kSpec.block_q, kSpec.block_k);
 
   Accumulator<kSpec.head_dim_v> out[kRowTiles];
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) out[t].clear();
   OnlineSoftmax<kRowTiles> softmax;
 
-  if (last_tile >= first_tile) {
+  if (tiles.last >= tiles.first) {
     load_tile<kThreads, kAccess>(q_tile, q, first_row);
-    load_tile<kThreads, kAccess>(k_tile(0), k, last_tile * kSpec.block_k);
-    if constexpr (kSpec.stages == 2) load_tile<kThreads, kAccess>(v_tile(0), v, last_tile * kSpec.block_k);
+    load_tile<kThreads, kAccess>(k_tile(0), k, tiles.last * kSpec.block_k);
+    if constexpr (kSpec.stages == 2) load_tile<kThreads, kAccess>(v_tile(0), v, tiles.last * kSpec.block_k);
     commit_copies();
   }
   if (s.negate) {
@@ -97,11 +96,11 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 
   int stage = 0;
 #pragma unroll 1
-  for (int tile = last_tile; tile >= first_tile; --tile) {
+  for (int tile = tiles.last; tile >= tiles.first; --tile) {
     wait_copies<0>();
     __syncthreads();  // this tile has landed, and every warp is done with the previous one
     if constexpr (kSpec.stages == 2) {
-      if (tile > first_tile) {
+      if (tile > tiles.first) {
         load_tile<kThreads, kAccess>(k_tile(stage ^ 1), k, (tile - 1) * kSpec.block_k);
         load_tile<kThreads, kAccess>(v_tile(stage ^ 1), v, (tile - 1) * kSpec.block_k);
       }
@@ -129,10 +128,11 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     if constexpr (kSpec.stages == 1) {
       wait_copies<0>();
       __syncthreads();  // v has landed, and every warp is done with k
-      if (tile > first_tile) load_tile<kThreads, kAccess>(k_tile(0), k, (tile - 1) * kSpec.block_k);
+      if (tile > tiles.first) load_tile<kThreads, kAccess>(k_tile(0), k, (tile - 1) * kSpec.block_k);
       commit_copies();
     }
-    softmax.update(scores, out, s.scale_log2);
+    if (softmax.raise(scores, s.scale_log2)) softmax.rescale(out);
+    softmax.exponentiate(scores, s.scale_log2);
     product<T, kSpec.block_k / 16>(out, rounded<T>(scores), Right(v_tile(stage)));
     if constexpr (kSpec.stages == 2) stage ^= 1;
   }
@@ -154,9 +154,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
       if constexpr (kSpec.float32_out)
-        store_direct<float>(out[t], target, first_row + warp_row + 16 * t, 0);
+        store_direct<float, 4>(out[t], target, first_row + warp_row + 16 * t, 0);
       else
-        store_direct<T>(out[t], target, first_row + warp_row + 16 * t, 0);
+        store_direct<T, kAccess>(out[t], target, first_row + warp_row + 16 * t, 0);
     }
   } else {
     __syncthreads();  // every warp is done with q, whose place the tile takes

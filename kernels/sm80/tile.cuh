@@ -7,17 +7,6 @@
 
 namespace cupyflash {
 
-struct Matrix {  // one head of an array in global memory; stride in bytes
-  char* data;
-  int64 stride;
-  int rows, cols;
-};
-
-__device__ __forceinline__ Matrix head_of(const Array& array, int batch, int head, int rows, int cols, int item = 2) {
-  return {static_cast<char*>(array.data) + (batch * array.batch + head * array.head) * item, array.row * item, rows,
-          cols};
-}
-
 __device__ constexpr int common_factor(int a, int b) { return b == 0 ? a : common_factor(b, a % b); }
 
 __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }

@@ -1,0 +1,84 @@
+// The instructions of the Hopper path, one function each; numbers are sections of the PTX ISA 9.0 manual.
+#pragma once
+
+#include "any/ptx.cuh"
+
+namespace cupyflash {
+
+struct alignas(64) TensorMap {  // made by the driver (cuTensorMapEncodeTiled)
+  uint64 words[16];
+};
+
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
+// 9.7.13.15 mbarrier: init, arrive, arrive.expect_tx, try_wait
+__device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32 barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again; }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// 9.7.13.4 fence: makes initialised barriers visible to the copy engine.
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// 9.7.9.26.5.2 cp.async.bulk.tensor: a box of (head_dim, seqlen, heads, batch); what is outside becomes zero.
+__device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, uint32 barrier, int col, int row,
+                                         int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// 9.7.20.5 setmaxnreg
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// 9.7.13.1 bar: named barriers; `threads` counts those that wait and those that only arrive.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// 9.7.15.7 wgmma.fence, commit_group, wait_group
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// 9.7.15.5.1 shared memory descriptor for tiles of 128-byte rows in 128-byte swizzle. `leading`: bytes between groups
+// of 64 columns, where the columns are the rows of the operand; rows are in groups of 8 x 128 bytes.
+__device__ __forceinline__ uint64 descriptor(uint32 address, int leading) {
+  return (address & 0x3ffff) >> 4 | uint64(leading >> 4) << 16 | uint64(1024 >> 4) << 32 | uint64(1) << 62;
+}
+
+}  // namespace cupyflash
