@@ -295,6 +295,7 @@ def _gather(home, plan, views):
 
 
 def _batched(plan, views):
+    """The arrays with four axes, in the order of the backend's arguments, which is that of `views`."""
     arrays = views.values()
     return arrays if plan.batched else [x if x is None else x[None] for x in arrays]
 

@@ -5,6 +5,7 @@ Messages name the argument, what it got and what is allowed. Nothing here reads 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from numbers import Integral, Real
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -76,7 +77,7 @@ def _window(window):
 
 
 def _scale(scale):
-    allowed = f"allowed: None or a finite real number of at most {MAX_SCALE:g} in magnitude"
+    allowed = "allowed: None or a finite real number of at most 1e38 in magnitude"
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"scale is {scale!r} ({type_name(scale)}); {allowed}")
     number = scale.item() if isinstance(scale, np.generic) else scale  # MAX_SCALE overflows a NumPy float16
@@ -254,15 +255,29 @@ def _overlaps_itself(x):
 
 
 def _shares_memory(a, b):
-    if a.size == 0 or b.size == 0:
-        return False
-    return np.shares_memory(_addresses(a), _addresses(b))
+    if isinstance(a, np.ndarray):
+        return np.shares_memory(a, b)
+    # CuPy's own tests: that of ranges takes memory wrapped twice for two, the exact one computes on the GPU.
+    (a_low, a_high), (b_low, b_high) = _range(a), _range(b)
+    return a_low < b_high and b_low < a_high and np.shares_memory(_addresses(a), _addresses(b))
+
+
+def _range(x):
+    """Half-open range of the addresses of a CuPy array."""
+    low, high = _reach(x.shape, x.strides, x.itemsize)
+    return x.data.ptr + low, x.data.ptr + high
+
+
+@lru_cache(1024)
+def _reach(shape, strides, itemsize):
+    if 0 in shape:
+        return 0, 0
+    steps = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    return sum(step for step in steps if step < 0), sum(step for step in steps if step > 0) + itemsize
 
 
 def _addresses(x):
-    """A NumPy array at the addresses of `x`, which may be on a GPU: never read."""
-    if isinstance(x, np.ndarray):
-        return x
+    """A NumPy array at the addresses of a CuPy array: never read."""
     interface = {"version": 3, "typestr": f"|V{x.itemsize}", "data": (x.data.ptr, True)}
     interface |= {"shape": x.shape, "strides": x.strides}
     return np.asarray(SimpleNamespace(__array_interface__=interface))

@@ -43,8 +43,8 @@ def merge_attention(*parts, dtype=None):
     -----
     A query that sees no key in a part (``lse = -inf``) takes nothing from it, whatever its ``out`` holds.
     Without a key in any part, ``out = 0`` and ``lse = -inf``; with keys in one part only, the result is that
-    part's, bit for bit. The arithmetic is float32 (float64 for float64). NaN stays in the row, or the
-    element, where it is.
+    part's, bit for bit. The arithmetic is float32 (float64 for float64); CuPy's kernels take denormal float32
+    and bfloat16 numbers as 0. NaN stays in the row, or the element, where it is.
 
     Examples
     --------

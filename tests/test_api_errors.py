@@ -1,5 +1,6 @@
 """Wrong arguments: an error that names the argument, what it got and what is allowed, and nothing else."""
 
+import doctest
 import itertools
 import os
 import subprocess
@@ -318,7 +319,15 @@ def test_out_read_only(no_backend):
         refused(ValueError, ["out is a read-only array", "NumPy"], cupyflash.attention, q, k, v, out=out)
 
 
-def test_out_overlaps(monkeypatch):
+def test_out_overlaps_itself():
+    q, k, v = arrays()
+    out = np.zeros_like(q)
+    cupyflash.attention(q, k, v, out=out)
+    twice = np.lib.stride_tricks.as_strided(out, out.shape, (0, *out.strides[1:]))
+    refused(ValueError, "its elements overlap", cupyflash.attention, q, k, v, out=twice)
+
+
+def test_out_overlaps_inputs():
     q, k, v = arrays((1, 4, 2, 8), (1, 4, 2, 8))
     assert (
         cupyflash.attention(q, k, v, out=np.empty_like(q)) is not None
@@ -448,6 +457,13 @@ def test_what_is_remembered_is_bounded(monkeypatch):
         cupyflash.attention(q, k, v, scale=scale)
         assert len(module._plans) <= 8
     assert cupyflash.attention(q, k, v, scale=99) is not None and len(module._plans) <= 8
+
+
+@pytest.mark.parametrize("name", ["attention", "merge"])
+def test_examples(name):
+    """The examples of the docstrings."""
+    failed, tried = doctest.testmod(sys.modules[f"cupyflash.{name}"])
+    assert tried and not failed
 
 
 # ------------------------------------------------------------------------------------------------ import

@@ -5,6 +5,7 @@ import ctypes
 import gc
 import sys
 import threading
+import time
 import types
 
 import ml_dtypes
@@ -354,7 +355,11 @@ def current_device(monkeypatch):
             stack.append("left")
 
     cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(getDevice=lambda: 0), Device=Device)
-    xp = types.SimpleNamespace(cuda=cuda, ndarray=cupy.ndarray, ascontiguousarray=lambda x: ("copy", x))
+    xp = types.SimpleNamespace(
+        cuda=cuda,
+        ndarray=cupy.ndarray,
+        ascontiguousarray=lambda x: ("copy", x),
+    )
     monkeypatch.setattr(interop.Home, "xp", xp)
     return stack
 
@@ -378,6 +383,9 @@ def test_cupy_call(current_device, monkeypatch, device):
     monkeypatch.setattr(interop.Home, "backend", backend)
     dout, q, k, v = (cupy_array(x, device) for x in inputs("float16"))
     scattered = layouts(inputs("float16")[2])["last axis first"]
+    assert cupyflash.attention(q, k, v, out=dout) is dout
+    assert calls.pop()[2] is k
+    del current_device[1:]
     for _ in range(2):
         assert cupyflash.attention(q, cupy_array(scattered, device), v, out=dout) is dout
         problem, *views, lse, depth = calls.pop()
@@ -385,6 +393,10 @@ def test_cupy_call(current_device, monkeypatch, device):
         assert problem.dtype == "float16" and problem.seqlen_k == 7
         assert current_device[-1] == ("left" if device else 0) and depth == (2 if device else 1)
         del current_device[1:]
+    one = normal((2, 5, 4, 1), "float16")
+    one = cupy_array(np.lib.stride_tricks.as_strided(one, one.shape, (*one.strides[:-1], 10**12)), device)
+    cupyflash.attention(one, one, one, out=cupy_array(np.empty(one.shape, "float16"), device))
+    assert calls.pop()[1] is one  # B088: an axis of size 1 is contiguous
 
 
 def test_cupy_arguments(current_device):
@@ -395,11 +407,27 @@ def test_cupy_arguments(current_device):
         NotImplementedError, match="q has dtype float32; allowed on the GPU: float16, bfloat16"
     ):
         cupyflash.attention(*wide)
-    with pytest.raises(ValueError, match="out shares memory with q"):
-        cupyflash.attention(q, k, v, out=cupy_array(args[1][..., :6]))
     odd = np.zeros(q.nbytes + 1, np.uint8)[1:].view(np.float16).reshape(q.shape)
     with pytest.raises(ValueError, match="q is at address 0x.*; allowed: multiples of 2"):
         cupyflash.attention(cupy_array(odd), k, v)
+
+
+def test_cupy_out_overlaps(current_device, monkeypatch):
+    """Each array wraps its memory anew here, as those of PyTorch and DLPack do."""
+    monkeypatch.setattr(interop.Home, "backend", types.SimpleNamespace(forward=lambda *args: None))
+    fused = np.zeros((2, 6, 4, 4, 8), "float16")
+    q, k, v, out = (cupy_array(fused[:, :5, i]) for i in range(4))
+    assert cupyflash.attention(q, k, v, out=out) is out
+    assert cupyflash.attention(q, k, v, out=cupy_array(fused[:, ::-1][:, :5, 3])) is not None
+    for i, name in enumerate("qkv"):
+        for wrong in (fused[:, :5, i], fused[:, 1:, i], fused[:, 4::-1, i], fused[::-1, :5, i, :, ::-1]):
+            with pytest.raises(ValueError, match=f"out shares memory with {name}"):
+                cupyflash.attention(q, k, v, out=cupy_array(wrong))
+    flat = np.zeros(2 * q.size - 1, "float16")
+    ends = [cupy_array(x.reshape(q.shape)) for x in (flat[: q.size], flat[q.size - 1 :])]
+    for first, last in (ends, ends[::-1], (ends[0], ends[1][::-1, ::-1, ::-1, ::-1])):
+        with pytest.raises(ValueError, match="out shares memory with v"):
+            cupyflash.attention(q, k, first, out=last)
 
 
 # --------------------------------------------------------------------------------------- threads and memory
@@ -422,6 +450,15 @@ def in_threads(work, count=10):
         thread.join()
     if errors:
         raise errors[0]
+
+
+def test_threads_share_a_home(monkeypatch):
+    """B108: those that ask at once get one home, or arrays in one place would look as if in two."""
+    monkeypatch.setattr(interop, "_HOMES", {})
+    monkeypatch.setattr(interop.Home, "__init__", lambda self, gpu: time.sleep(0.01))
+    homes = [None] * 10
+    in_threads(lambda i: homes.__setitem__(i, interop._home(interop.CuPy, 0)))
+    assert len(set(homes)) == 1
 
 
 def test_threads():
