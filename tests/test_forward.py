@@ -47,9 +47,10 @@ def test_decode(backend):
         check(backend, *x.qkv, causal=True)
 
 
-def test_many_small_heads(backend1):
-    x = inputs(backend1, 7, 9, heads_q=33, head_dim=16, batch=65)
-    check(backend1, *x.qkv)
+@pytest.mark.parametrize("seqlen_q, seqlen_k, batch", [(7, 9, 65), (60, 70, 3)])
+def test_many_small_heads(backend1, seqlen_q, seqlen_k, batch):
+    x = inputs(backend1, seqlen_q, seqlen_k, heads_q=33, head_dim=16, batch=batch)
+    check(backend1, *x.qkv, x.dout)
 
 
 def test_lse_layout(backend):
