@@ -15,6 +15,7 @@ from pathlib import Path
 from .spec import Variant
 
 OPTIONS = ("-std=c++20",)
+OLDEST_GPU = {"float16": 75, "bfloat16": 80}  # compute capability that the instructions of the kernels need
 HOPPER_OPTIONS = (*OPTIONS, "-arch=sm_90a")  # wgmma and setmaxnreg; from NVRTC 12.9 on it wins over CuPy's own -arch
 
 
@@ -42,6 +43,8 @@ def source(header: str) -> str:
         if name in seen:
             return ""
         seen.add(name)
+        if not (root / name).is_file():
+            raise FileNotFoundError(f"cupyflash is incomplete: {root / name} is missing; install it again")
         lines = [f'#line 1 "{name}"']
         for number, line in enumerate((root / name).read_text(encoding="ascii").splitlines(), 1):
             included = re.fullmatch(r'#include "(.+)"', line)
@@ -52,6 +55,31 @@ def source(header: str) -> str:
         return "\n".join(lines)
 
     return expand(header) + "\n"
+
+
+def check_target(variant: Variant, capability: int, target: str) -> None:
+    """Raise if `variant` cannot be built for `capability` (90 is 9.0), which is that of `target`."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    oldest = OLDEST_GPU[variant.dtype]
+    if capability < oldest:
+        raise NotImplementedError(
+            f"{variant.dtype} needs a GPU of compute capability {_dotted(oldest)} or later, {target} has "
+            f"{_dotted(capability)}; NumPy arrays take every dtype"
+        )
+    known = sorted(nvrtc.getSupportedArchs())
+    # CuPy compiles for the newest one that NVRTC knows where the GPU is newer, which runs within a major version.
+    if capability in known or (capability > known[-1] and capability // 10 == known[-1] // 10):
+        return
+    version = ".".join(map(str, nvrtc.getVersion()))
+    raise RuntimeError(
+        f"NVRTC {version} cannot compile for {target}, which has compute capability {_dotted(capability)}; it knows "
+        f"{', '.join(map(_dotted, known))}; install " + ("a newer" if capability > known[0] else "an older") + " NVRTC"
+    )
+
+
+def _dotted(capability: int) -> str:
+    return f"{capability // 10}.{capability % 10}"
 
 
 @dataclass(frozen=True)
@@ -71,6 +99,7 @@ def compile_offline(variant: Variant, arch: str) -> Report:
     """Compile `variant` for `arch` ("sm_80", ...) without a GPU; RuntimeError holds the compiler's log."""
     from cupy_backends.cuda.libs import nvrtc
 
+    check_target(variant, _capability(arch), arch)
     start = time.perf_counter()
     program = nvrtc.createProgram(source(variant.header), variant.header, (), ())
     try:
@@ -105,11 +134,17 @@ def kernel(variant: Variant, device: int):
 def _build(variant: Variant):
     import cupy
 
+    device = cupy.cuda.Device()
+    target = cupy.cuda.runtime.getDeviceProperties(device.id)["name"].decode()
+    check_target(variant, int(device.compute_capability), target)
     start = time.perf_counter()
-    module = cupy.RawModule(
-        code=source(variant.header), options=options(variant), name_expressions=(variant.expression,)
-    )
-    built = module.get_function(variant.expression)
+    try:
+        module = cupy.RawModule(
+            code=source(variant.header), options=options(variant), name_expressions=(variant.expression,)
+        )
+        built = module.get_function(variant.expression)
+    except cupy.cuda.compiler.CompileException as error:
+        raise RuntimeError(f"{variant.expression} does not compile for {target}:\n{error}") from error
     if variant.spec.shared_bytes > 0:
         built.max_dynamic_shared_size_bytes = variant.spec.shared_bytes
     if os.environ.get("CUPYFLASH_VERBOSE"):
@@ -130,17 +165,18 @@ def compile_command(archs: list[str] | None, json: bool) -> int:
     if device:
         archs = [f"sm_{device}"]
     jobs = [(variant, arch) for arch in archs or ("sm_80", "sm_90") for variant in choose.variants(_capability(arch))]
-    failed = False
+    errors, spilled = set(), False
     columns = ("arch", "registers", "spill_bytes", "shared_bytes", "seconds", "kernel")
     if not json:
         print(("{:>8} " * 5 + "{}").format("arch", "regs", "spills", "shared", "seconds", "kernel"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for (variant, arch), report in zip(jobs, pool.map(lambda job: _report(*job, device is not None), jobs)):
             if isinstance(report, str):
-                print(report, file=sys.stderr)
-                failed = True
+                if report not in errors:  # what is wrong with an arch is wrong with all of its kernels
+                    print(report, file=sys.stderr)
+                errors.add(report)
                 continue
-            failed |= report.spill_bytes > 0
+            spilled |= report.spill_bytes > 0
             values = (
                 arch,
                 report.registers,
@@ -153,7 +189,7 @@ def compile_command(archs: list[str] | None, json: bool) -> int:
                 print(dumps(dict(zip(columns, values))), flush=True)
             else:
                 print("{:>8} {:>8} {:>8} {:>8} {:>8.2f} {}".format(*values), flush=True)
-    return int(failed)
+    return int(spilled or bool(errors))
 
 
 def _capability(arch: str) -> int:

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 import cupyflash
-from cupyflash import checks, reference
+from cupyflash import checks, compiler, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA_PATHS = ("sm80",)  # the kernel paths that the tests marked gpu run
@@ -41,6 +41,34 @@ def cuda_missing():
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return f"no GPU: {error}"
     return None if count else "no GPU"
+
+
+def nvrtc_missing():
+    """Why CUDA sources cannot be compiled here, or `None`."""
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:  # no CuPy, or no library: which error that is depends on CuPy
+        return f"NVRTC cannot be loaded: {error}"
+    return None
+
+
+def nvrtc_compile(code, expressions, arch):
+    """Compile CUDA C++ without a GPU; returns machine code. RuntimeError holds the compiler's log."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram(code, "test.cu", (), ())
+    try:
+        for expression in expressions:
+            nvrtc.addNameExpression(program, expression)
+        try:
+            nvrtc.compileProgram(program, (*compiler.OPTIONS, f"-arch={arch}", "-ftz=true"))
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(f"{error}\n{nvrtc.getProgramLog(program)}") from None
+        return nvrtc.getCUBIN(program)
+    finally:
+        nvrtc.destroyProgram(program)
 
 
 @dataclass(frozen=True)

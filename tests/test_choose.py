@@ -1,0 +1,259 @@
+"""Every problem gets a kernel that fits the GPU and whose tiles the warps can share, or an error that says why not."""
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+
+from cupyflash import choose
+from cupyflash.problem import Problem
+
+LIMITS = (49152, 65536, 101376, 166912, 232448)  # bytes of shared memory that a block may have
+STATIC = 16  # bytes beside the dynamic memory: the ticket of the deterministic backward
+RESERVED = 1024  # bytes of a multiprocessor's memory that each block costs beside its own
+
+
+def problem(head_dim, head_dim_v=None, dtype="bfloat16"):
+    return Problem(dtype, 1, 128, 128, 1, 1, head_dim, head_dim_v or head_dim, 1.0)
+
+
+def chosen(pass_, limit, head_dim, head_dim_v=None, access=16, option=False):
+    """The spec, or None where the GPU is too small."""
+    try:
+        return getattr(choose, pass_)(problem(head_dim, head_dim_v), access, option, limit).spec
+    except NotImplementedError as error:
+        for part in ("head_dim", "shared memory", str(limit), "NumPy"):
+            assert part in str(error)
+        return None
+
+
+def is_valid(spec):
+    """Whether the tiles can be cut as the kernels cut them: every piece is a whole number of 16 x 16 blocks."""
+    assert spec.stages in (1, 2) and spec.access in (2, 4, 8, 16)
+    assert 32 * spec.warps == spec.threads <= 1024
+    assert spec.threads >= 128, "a copy by twos gives each thread of a row of 256 bytes its own column"
+    pieces = {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v, "block_k": spec.block_k}
+    if isinstance(spec, choose.ForwardSpec):
+        pieces["rows of a warp"] = spec.block_q / spec.warps
+    else:
+        warps = spec.warps
+        for split in (spec.score_warps_k, spec.grad_warps_k, spec.dq_warps_q):
+            assert warps % split == 0
+        assert spec.block_q <= spec.threads, "each thread fetches the statistics of one row at most"
+        pieces |= {
+            "block_q": spec.block_q,
+            "score rows": spec.block_k / spec.score_warps_k,
+            "score columns": spec.block_q * spec.score_warps_k / warps,
+            "gradient rows": spec.block_k / spec.grad_warps_k,
+            "dk columns": spec.head_dim * spec.grad_warps_k / warps,
+            "dv columns": spec.head_dim_v * spec.grad_warps_k / warps,
+            "dq rows": spec.block_q / spec.dq_warps_q,
+            "dq columns": spec.head_dim * spec.dq_warps_q / warps,
+        }
+    return all(piece >= 16 and piece % 16 == 0 for piece in pieces.values())
+
+
+def fits(spec, limit):
+    static = STATIC if getattr(spec, "deterministic", False) else 0
+    return spec.shared_bytes + static <= limit and spec.shared_bytes * spec.blocks_per_sm <= limit
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_every_head_dim_fits_or_is_refused(pass_, limit):
+    multiples = range(16, 257, 16)  # what lies between is padded to them
+    head_dims = {*((d, d) for d in range(1, 257)), *product(multiples, multiples)}
+    for (d, dv), access, option in product(sorted(head_dims), (16, 2), (False, True)):
+        spec = chosen(pass_, limit, d, dv, access, option)
+        if spec is None:
+            continue
+        assert is_valid(spec) and fits(spec, limit), spec
+        assert spec.head_dim >= d and spec.head_dim_v >= dv and spec.access == access
+        assert option == (spec.float32_out if pass_ == "forward" else spec.deterministic)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_blocks_that_are_to_share_a_multiprocessor_do(pass_):
+    for d, option, (capability, limit) in product(range(1, 257), (False, True), choose.SHARED_LIMIT.items()):
+        spec = chosen(pass_, limit, d, option=option)
+        reserved = RESERVED if capability >= 80 else 0
+        if spec:
+            assert spec.blocks_per_sm * (spec.shared_bytes + reserved) <= limit + reserved, (d, capability)
+
+
+@pytest.mark.parametrize(
+    "pass_, limit, largest",
+    [("forward", 49152, 192), ("forward", 65536, 256), ("backward", 65536, 224)],
+)
+def test_which_head_dims_a_small_gpu_takes(pass_, limit, largest):
+    taken = [d for d in range(1, 257) if chosen(pass_, limit, d)]
+    assert taken == list(range(1, largest + 1))
+
+
+@pytest.mark.parametrize("limit", [limit for limit in LIMITS if limit > 65536])
+def test_every_head_dim_is_taken_from_99_kib_on(limit):
+    for pass_, d, option in product(("forward", "backward"), range(1, 257), (False, True)):
+        assert chosen(pass_, limit, d, access=2, option=option), (pass_, d, option)
+
+
+def test_shared_bytes():
+    """The sizes of the arrays in the kernels, spelled out once."""
+    spec = choose.forward(problem(96, 64), 16, False, 232448).spec
+    assert (spec.block_q, spec.block_k, spec.stages) == (128, 64, 2)
+    assert spec.shared_bytes == 2 * (128 * 96 + 2 * 64 * (96 + 64))
+    spec = choose.backward(problem(128, 64), 16, False, 232448).spec
+    assert (spec.block_q, spec.block_k, spec.stages, spec.p_in_registers) == (64, 128, 2, False)
+    keys_and_queries = 2 * (128 * 192 + 2 * 64 * 192)
+    p_and_ds, lse_and_delta = 2 * 2 * 64 * 128, 2 * 2 * 64 * 4
+    assert spec.shared_bytes == keys_and_queries + p_and_ds + lse_and_delta
+
+
+@pytest.mark.parametrize("head_dim, padded", [(1, 16), (15, 16), (16, 16), (17, 32), (80, 80), (255, 256), (256, 256)])
+def test_padded_head_dim(head_dim, padded):
+    spec = chosen("forward", 232448, head_dim, 40)
+    assert (spec.head_dim, spec.head_dim_v) == (padded, 48)
+    main = choose.backward(problem(head_dim, 40), 16, False, 232448)
+    assert head_dim <= main.spec.head_dim < head_dim + 64 and 40 <= main.spec.head_dim_v < 40 + 64
+    for around in choose.around_backward(main, True):  # they write and read the same sum
+        assert (around.spec.head_dim, around.spec.head_dim_v) == (main.spec.head_dim, main.spec.head_dim_v)
+        assert around.dtype == main.dtype and around.spec.float32_out
+
+
+def test_no_array_no_shared_memory():
+    for around in choose.around_backward(choose.backward(problem(64), 16, False, 232448), False):
+        assert around.spec.shared_bytes == 0 and around.spec.threads == 256
+
+
+FORWARD = "cupyflash::forward<cupyflash::{}, cupyflash::ForwardSpec{{{}}}>"
+BACKWARD = "cupyflash::backward<cupyflash::{}, cupyflash::BackwardSpec{{{}}}>"
+
+
+@pytest.mark.parametrize(
+    "variant, header, expression",
+    [
+        (
+            choose.forward(problem(64), 16, False, 232448),
+            "sm80/forward.cuh",
+            FORWARD.format(
+                "bfloat16",
+                ".head_dim=64, .head_dim_v=64, .block_q=128, .block_k=64, .warps=4, .stages=2, .blocks_per_sm=2, "
+                ".q_in_registers=true, .float32_out=false, .access=16",
+            ),
+        ),
+        (
+            choose.forward(problem(100, 128, "float16"), 8, True, 101376),
+            "sm80/forward.cuh",
+            FORWARD.format(
+                "float16",
+                ".head_dim=112, .head_dim_v=128, .block_q=128, .block_k=32, .warps=4, .stages=1, .blocks_per_sm=2, "
+                ".q_in_registers=false, .float32_out=true, .access=8",
+            ),
+        ),
+        (
+            choose.backward(problem(128), 16, True, 232448),
+            "sm80/backward.cuh",
+            BACKWARD.format(
+                "bfloat16",
+                ".head_dim=128, .head_dim_v=128, .block_q=64, .block_k=128, .warps=8, .score_warps_k=4, "
+                ".grad_warps_k=4, .dq_warps_q=2, .stages=2, .blocks_per_sm=1, .deterministic=true, .access=16",
+            ),
+        ),
+        (
+            choose.backward(problem(256, 40, "float16"), 2, False, 101376),
+            "sm80/backward.cuh",
+            BACKWARD.format(
+                "float16",
+                ".head_dim=256, .head_dim_v=64, .block_q=32, .block_k=64, .warps=8, .score_warps_k=4, "
+                ".grad_warps_k=2, .dq_warps_q=2, .stages=2, .blocks_per_sm=1, .deterministic=false, .access=2",
+            ),
+        ),
+        (
+            choose.around_backward(choose.backward(problem(64), 4, False, 232448), True)[1],
+            "any/around_backward.cuh",
+            "cupyflash::finish_backward<cupyflash::bfloat16, cupyflash::PrepareSpec"
+            "{.head_dim=64, .head_dim_v=64, .float32_out=true, .access=4}>",
+        ),
+    ],
+    ids=lambda value: value.template if hasattr(value, "template") else "",
+)
+def test_expression(variant, header, expression):
+    assert variant.header == header
+    assert variant.expression == expression
+
+
+def test_path_from_the_environment(monkeypatch):
+    monkeypatch.delenv("CUPYFLASH_PATH", raising=False)
+    assert choose.path() == choose.PATHS[-1]
+    for name in choose.PATHS:
+        monkeypatch.setenv("CUPYFLASH_PATH", name)
+        assert choose.path() == name
+
+
+@pytest.mark.parametrize("name", ["", "sm70", "SM80", "sm80 "])
+def test_path_that_does_not_exist(monkeypatch, name):
+    monkeypatch.setenv("CUPYFLASH_PATH", name)
+    choose.forward.cache_clear()
+    with pytest.raises(ValueError) as error:
+        choose.forward(problem(64), 16, False, 232448)
+    assert str(error.value) == f"CUPYFLASH_PATH={name!r} names no kernel path; there are {', '.join(choose.PATHS)}"
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120, 130])
+def test_variants(capability):
+    limit = choose.SHARED_LIMIT.get(capability, 65536)
+    variants = list(choose.variants(capability))
+    assert {variant.dtype for variant in variants} == {"float16", "bfloat16"} - (
+        {"bfloat16"} if capability < 80 else set()
+    )
+    assert {variant.template for variant in variants} == {"forward", "backward", "prepare_backward", "finish_backward"}
+    assert len(set(variants)) == len(variants)
+    for variant in variants:
+        if variant.template in ("forward", "backward"):
+            assert is_valid(variant.spec) and fits(variant.spec, limit)
+    for table, pass_ in ((choose.FORWARD, "forward"), (choose.BACKWARD, "backward")):
+        dims = {variant.spec.head_dim for variant in variants if variant.template == pass_}
+        assert dims == {d for d in table if chosen(pass_, limit, d)}
+
+
+# --- access: the widest load that every row is aligned to
+
+
+def array(shape=(2, 5, 3, 64), pointer=0, steps=None, itemsize=2):
+    """Something with the address and strides of a CuPy array."""
+    steps = steps or (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
+    strides = tuple(step * itemsize for step in steps)
+    return SimpleNamespace(data=SimpleNamespace(ptr=pointer), shape=shape, strides=strides, itemsize=itemsize)
+
+
+@pytest.mark.parametrize(
+    "expected, head_dim, arrays",
+    [
+        (16, 64, [array()]),
+        (16, 64, [array(pointer=512), array(pointer=16)]),
+        (8, 64, [array(pointer=512), array(pointer=8)]),
+        (4, 64, [array(pointer=4), array()]),
+        (2, 64, [array(), array(pointer=2), array()]),
+        (16, 40, [array((2, 5, 3, 40))]),
+        (8, 36, [array((2, 5, 3, 36))]),
+        (4, 38, [array((2, 5, 3, 38))]),
+        (2, 37, [array((2, 5, 3, 37))]),
+        (2, 37, [array((2, 5, 3, 37), steps=(1920, 384, 64, 1))]),  # aligned rows, but not whole in wider loads
+        (2, 64, [array(steps=(1000, 200, 65, 1))]),
+        (4, 64, [array(steps=(1000, 202, 64, 1))]),
+        (8, 64, [array(steps=(1004, 200, 64, 1))]),
+        (16, 64, [array((1, 5, 3, 64), steps=(1, 200, 64, 1))]),  # the stride of an axis with one entry means nothing
+        (16, 64, [array((1, 1, 1, 64), steps=(1, 1, 1, 1))]),
+        (16, 64, [array(steps=(-1000, -200, -64, 1))]),
+        (8, 64, [array(steps=(0, -204, 64, 1))]),
+        (8, 64, [array(pointer=8, itemsize=4)]),
+        (16, 64, [array(steps=(1000, 196, 64, 1), itemsize=4)]),
+    ],
+)
+def test_access(expected, head_dim, arrays):
+    launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
+    assert launch._access(problem(head_dim), tuple(arrays)) == expected
+
+
+def test_access_of_the_value_head_dim():
+    launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
+    assert launch._access(problem(64, 37), (array(),)) == 2

@@ -1,0 +1,519 @@
+"""The CUDA sources and their compiler: one string, structs as in NumPy, no spills, errors that say what is wrong."""
+
+import dataclasses
+import json
+import re
+import shutil
+import struct
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tools
+
+from cupyflash import choose, compiler, spec
+from cupyflash.problem import Problem
+
+needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.nvrtc_missing()))
+KERNELS = compiler.kernel_dir()
+HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
+TOP_HEADERS = ("any/around_backward.cuh", *(f"{p}/{n}.cuh" for p in choose.PATHS for n in ("forward", "backward")))
+LIMIT = 232448
+
+
+def forward(head_dim=64, head_dim_v=None, dtype="float16", access=16, float32_out=False, limit=LIMIT):
+    problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v or head_dim, 1.0)
+    return choose.forward(problem, access, float32_out, limit)
+
+
+def backward(head_dim=64, head_dim_v=None, dtype="float16", access=16, deterministic=False, limit=LIMIT):
+    problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v or head_dim, 1.0)
+    return choose.backward(problem, access, deterministic, limit)
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """A copy of the CUDA sources that may be changed, under a path that is not ASCII."""
+    folder = tmp_path / "kërnels 核"
+    shutil.copytree(KERNELS, folder)
+    monkeypatch.setattr(compiler, "kernel_dir", lambda: folder)
+    compiler.source.cache_clear()
+    yield folder
+    compiler.source.cache_clear()
+
+
+# --- The sources
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_header(header):
+    text = (KERNELS / header).read_text(encoding="ascii")  # NVRTC and the C locale need nothing else
+    includes = re.findall(r"^\s*#\s*include\s*(.*)$", text, re.MULTILINE)
+    assert all(include.strip('"') in HEADERS for include in includes), "CUDA headers are neither needed nor shipped"
+    assert text.count("#pragma once") == 1
+    code = re.sub(r"//.*", "", text)
+    instructions = re.findall(r"\basm\b(?:\s+volatile)?\s*\(\s*(\"[^\"]*\")", code)
+    assert len(instructions) == len(re.findall(r"\basm\b", code))
+    if not header.endswith("/ptx.cuh"):
+        empty = header == "core/types.cuh"  # opaque() keeps a value from the optimizer and executes nothing
+        assert set(instructions) <= ({'""'} if empty else set()), "PTX belongs into ptx.cuh"
+
+
+def test_no_other_files():
+    assert {path.suffix for path in KERNELS.rglob("*") if path.is_file()} - {".pyc"} == {".cuh", ".py"}
+
+
+@pytest.mark.parametrize("header", TOP_HEADERS)
+def test_source_is_self_contained(header):
+    text = compiler.source(header)
+    assert "#include" not in text and "#pragma once" not in text and text.isascii()
+    assert str(KERNELS) not in text, "CuPy's cache must not depend on where the package lies"
+    parts = re.findall(r'^#line 1 "(.+)"$', text, re.MULTILINE)
+    assert parts[0] == header and set(parts) <= set(HEADERS) and len(parts) == len(set(parts))
+    for part in parts:
+        lines = (KERNELS / part).read_text().splitlines()
+        kept = [line for line in lines if not line.startswith("#include") and line != "#pragma once"]
+        assert all(line in text for line in kept)
+
+
+def test_every_header_is_used():
+    used = {part for header in TOP_HEADERS for part in re.findall(r'#line 1 "(.+)"', compiler.source(header))}
+    assert used == set(HEADERS)
+
+
+@pytest.mark.parametrize("header", TOP_HEADERS)
+def test_a_changed_header_is_a_changed_source(kernels, header):
+    before = compiler.source(header)
+    for part in set(re.findall(r'#line 1 "(.+)"', before)):
+        text = (kernels / part).read_text()
+        (kernels / part).write_text(text + "// changed\n")
+        compiler.source.cache_clear()
+        assert compiler.source(header) != before
+        (kernels / part).write_text(text)
+    compiler.source.cache_clear()
+    assert compiler.source(header) == before
+
+
+def test_a_missing_header_is_named(kernels):
+    (kernels / "core" / "band.cuh").unlink()
+    with pytest.raises(FileNotFoundError, match=r"core.band\.cuh is missing; install it again"):
+        compiler.source("sm80/forward.cuh")
+
+
+def test_missing_sources_are_named(kernels):
+    shutil.rmtree(kernels)
+    with pytest.raises(FileNotFoundError, match=r"sm80.forward\.cuh is missing; install it again"):
+        compiler.source("sm80/forward.cuh")
+
+
+@needs_nvrtc
+def test_an_error_names_file_and_line(kernels):
+    path = kernels / "core" / "softmax.cuh"
+    lines = path.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if "raise_top(scores, out, scale_log2);" in line)
+    lines[at] = "    no_such_function();"
+    path.write_text("\n".join(lines))
+    with pytest.raises(RuntimeError) as error:
+        compiler.compile_offline(forward(), "sm_90")
+    assert f"core/softmax.cuh({at + 1})" in str(error.value) and "no_such_function" in str(error.value)
+    assert "ForwardSpec{.head_dim=64" in str(error.value) and "sm_90" in str(error.value)
+
+
+# --- Twins: a struct of NumPy or a dataclass, and the same struct in C++
+
+TWINS_HEADER = """
+#define OFFSET(type, member) __INTADDR__(&((type*)0)->member)  // offsetof, whose header NVRTC may lack
+template <class A, class B> struct Same { static constexpr bool value = false; };
+template <class A> struct Same<A, A> { static constexpr bool value = true; };
+template <class A> struct Pointer { static constexpr bool value = false; };
+template <class A> struct Pointer<A*> { static constexpr bool value = true; };
+"""
+CPP_TYPES = {"i4": "int", "i8": "long long", "f4": "float"}
+
+
+def same_struct(name, dtype, nested):
+    """C++ that compiles only if the struct `name` is laid out as `dtype`."""
+    struct_ = f"cupyflash::{name}"
+    lines = [f"static_assert(sizeof({struct_}) == {dtype.itemsize});"]
+    for field, (kind, offset, *_) in dtype.fields.items():
+        member = f"decltype({struct_}::{field})"
+        lines.append(f"static_assert(OFFSET({struct_}, {field}) == {offset});")
+        if kind.str[1:] == "u8":
+            lines.append(f"static_assert(Pointer<{member}>::value && sizeof({member}) == 8);")
+        else:
+            cpp = nested.get(kind) or CPP_TYPES[kind.str[1:]]
+            lines.append(f"static_assert(Same<{member}, {cpp}>::value);")
+    return lines + same_count(name, len(dtype.fields))
+
+
+def same_count(name, count):
+    """C++ that compiles only if the struct has `count` members."""
+    names = ", ".join(f"m{i}" for i in range(count))
+    return [f"__device__ inline void count(const cupyflash::{name}& s) {{ const auto& [{names}] = s; }}"]
+
+
+def same_spec(record):
+    """C++ that compiles only if the spec has the fields of the dataclass in its order and with its types."""
+    name = f"cupyflash::{record.__name__}"
+    fields = dataclasses.fields(record)
+    lines = [f"static_assert(Same<decltype({name}::{f.name}), {f.type}>::value);" for f in fields]
+    for a, b in zip(fields, fields[1:]):
+        lines.append(f"static_assert(OFFSET({name}, {a.name}) < OFFSET({name}, {b.name}));")
+    return lines + same_count(record.__name__, len(fields))
+
+
+def compile_twins(lines):
+    tools.nvrtc_compile(compiler.source("sm80/backward.cuh") + TWINS_HEADER + "\n".join(lines), (), "sm_90")
+
+
+@pytest.fixture(scope="module")
+def launch():
+    return pytest.importorskip("cupyflash.launch", reason="needs CuPy")
+
+
+@needs_nvrtc
+def test_struct_twins(launch):
+    nested = {
+        launch.ARRAY: "cupyflash::Array",
+        launch.ROW_ARRAY: "cupyflash::RowArray",
+        launch.SIZES: "cupyflash::Sizes",
+    }
+    twins = {
+        "Array": launch.ARRAY,
+        "RowArray": launch.ROW_ARRAY,
+        "Sizes": launch.SIZES,
+        "ForwardParams": launch.FORWARD_PARAMS,
+        "BackwardParams": launch.BACKWARD_PARAMS,
+    }
+    compile_twins([line for name, dtype in twins.items() for line in same_struct(name, dtype, nested)])
+
+
+def renamed(dtype, old, new):
+    return np.dtype([(new if n == old else n, dtype.fields[n][0]) for n in dtype.names], align=True)
+
+
+def swapped(dtype, a, b):
+    names = [{a: b, b: a}.get(n, n) for n in dtype.names]
+    return np.dtype([(n, dtype.fields[n][0]) for n in names], align=True)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda sizes: renamed(sizes, "low", "lower"),
+        lambda sizes: swapped(sizes, "low", "high"),
+        lambda sizes: swapped(sizes, "scale_log2", "negate"),
+        lambda sizes: np.dtype([(n, sizes.fields[n][0]) for n in sizes.names[:-1]], align=True),
+        lambda sizes: np.dtype([*((n, sizes.fields[n][0]) for n in sizes.names), ("more", "i4")], align=True),
+        lambda sizes: np.dtype([(n, "i4") for n in sizes.names], align=True),
+        lambda sizes: np.dtype([(n, "i8") for n in sizes.names], align=True),
+    ],
+    ids=["renamed", "swapped", "swapped types", "one less", "one more", "wrong type", "wrong size"],
+)
+def test_a_wrong_struct_twin_is_seen(launch, wrong):
+    with pytest.raises(RuntimeError, match="static assertion failed"):
+        compile_twins(same_struct("Sizes", wrong(launch.SIZES), {}))
+
+
+SPECS = (spec.ForwardSpec, spec.BackwardSpec, spec.PrepareSpec)
+
+
+@needs_nvrtc
+def test_spec_twins():
+    compile_twins([line for record in SPECS for line in same_spec(record)])
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("record", SPECS)
+def test_a_wrong_spec_twin_is_seen(record):
+    fields = [(f.name, f.type) for f in dataclasses.fields(record)]
+    for wrong in (fields[:-1], [fields[1], fields[0], *fields[2:]], [*fields[:-1], ("acces", "int")]):
+        with pytest.raises(RuntimeError, match="static assertion failed|more elements than"):
+            compile_twins(same_spec(dataclasses.make_dataclass(record.__name__, wrong)))
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "old, new",
+    [(".warps=4", ".warp=4"), (".block_q=128, .block_k=64", ".block_k=64, .block_q=128"), (".access=16", ".access=&x")],
+    ids=["no such field", "another order", "no number"],
+)
+def test_the_compiler_checks_the_fields_of_a_spec(old, new):
+    right = forward()
+    text = right.spec.cpp()
+    assert old in text
+    wrong = SimpleNamespace(cpp=lambda: text.replace(old, new), shared_bytes=0)
+    with pytest.raises(RuntimeError, match="does not compile for sm_90"):
+        compiler.compile_offline(dataclasses.replace(right, spec=wrong), "sm_90")
+
+
+@needs_nvrtc
+def test_a_tile_that_is_no_multiple_of_16_is_refused():
+    right = forward()
+    wrong = dataclasses.replace(right.spec, head_dim=40)
+    with pytest.raises(RuntimeError, match="a tile is a whole number of mma steps wide"):
+        compiler.compile_offline(dataclasses.replace(right, spec=wrong), "sm_90")
+
+
+# --- The machine code
+
+HMMA = 0x23C  # low 12 bits of a 16-byte instruction: HMMA.16816 and HMMA.1688
+LOCAL = (0x387, 0x983)  # STL, LDL
+
+
+def instructions(cubin):
+    """How often each opcode occurs, and the flags of the ELF file that name the architecture: CUDA 13 moved it."""
+    assert cubin[:4] == b"\x7fELF", "not machine code: an older driver cannot load PTX of a newer NVRTC"
+    (start,) = struct.unpack_from("<Q", cubin, 40)
+    (flags,) = struct.unpack_from("<I", cubin, 48)
+    count, names = struct.unpack_from("<HH", cubin, 60)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, start + 64 * i) for i in range(count)]
+    found = Counter()
+    for name, _, _, _, offset, size in sections:
+        begin = sections[names][4] + name
+        if cubin[begin : begin + 6] == b".text.":
+            found.update(word & 0xFFF for word in struct.unpack_from(f"<{size // 2}H", cubin, offset)[::8])
+    return found, (flags & 0xFF, flags >> 8 & 0xFF)
+
+
+def products(variant):
+    """16 x 8 x 16 products of one warp in the text of a kernel: each loop over tiles has one body."""
+    s = variant.spec
+    if variant.template == "forward":
+        return s.block_q // s.warps // 16 * (s.block_k // 8) * (s.head_dim // 16 + s.head_dim_v // 16)
+    if variant.template == "backward":
+        width = 3 * s.head_dim + 2 * s.head_dim_v  # of the five products, each block_q x block_k
+        return s.block_q * s.block_k * width // (16 * 8 * 16) // s.warps
+    return 0
+
+
+def some_variants(capability):
+    """Every pass and option once, and the head dims at which the tiles change."""
+    limit = choose.SHARED_LIMIT[capability]
+    dtype = "float16" if capability < 80 else "bfloat16"
+    other = "float16"
+    main = backward(128, dtype=dtype, limit=limit)
+    return [
+        *(forward(d, dtype=dtype, limit=limit) for d in (64, 128)),
+        forward(256, dtype=other, limit=limit),
+        forward(128, dtype=dtype, float32_out=True, limit=limit),
+        forward(37, 96, dtype=other, access=2, limit=limit),
+        backward(64, dtype=dtype, limit=limit),
+        main,
+        backward(64, dtype=other, deterministic=True, access=4, limit=limit),
+        backward(192, 64, dtype=other, access=8, limit=limit),
+        *choose.around_backward(main, True),
+    ]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
+def test_variants_compile_without_spills(arch):
+    capability = int(arch[3:])
+    with ThreadPoolExecutor(2) as pool:
+        reports = list(pool.map(lambda v: compiler.compile_offline(v, arch), some_variants(capability)))
+    for report in reports:
+        variant, found = report.variant, instructions(report.cubin)
+        about = f"{variant.expression} for {arch}"
+        assert report.arch == arch and report.shared_bytes == variant.spec.shared_bytes
+        assert report.spill_bytes == 0, f"{about} spills {report.spill_bytes} bytes"
+        assert not any(found[0][opcode] for opcode in LOCAL), f"{about} uses local memory"
+        assert capability in found[1], f"{about} is code for another GPU"
+        assert 0 < report.registers <= 255
+        blocks = getattr(variant.spec, "blocks_per_sm", 1)
+        assert report.registers * variant.spec.threads * blocks <= 65536, f"{about} does not fit the register file"
+        per_product = 2 if capability < 80 else 1
+        assert found[0][HMMA] == per_product * products(variant), f"{about} multiplies elsewhere"
+
+
+# --- Targets: a GPU that is too old or too new for the kernels or for NVRTC
+
+
+@pytest.fixture
+def nvrtc(monkeypatch):
+    """Sets the version of NVRTC, and what it compiles for."""
+    module = pytest.importorskip("cupy_backends.cuda.libs.nvrtc", reason="needs CuPy")
+
+    def pretend(version, archs):
+        monkeypatch.setattr(module, "getVersion", lambda: version)
+        monkeypatch.setattr(module, "getSupportedArchs", lambda: archs)
+
+    return pretend
+
+
+NVRTC_12_0 = (12, 0), (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90)
+NVRTC_12_8 = (12, 8), (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 120)
+
+
+@pytest.mark.parametrize(
+    "known, capability, parts",
+    [
+        (NVRTC_12_0, 120, ["NVRTC 12.0", "GPU X", "12.0", "knows 5.0,", "8.9, 9.0;", "a newer NVRTC"]),
+        (NVRTC_12_0, 88, ["NVRTC 12.0", "8.8", "a newer NVRTC"]),
+        (NVRTC_12_8, 130, ["NVRTC 12.8", "13.0", "a newer NVRTC"]),
+        (((14, 0), (90, 100)), 80, ["NVRTC 14.0", "8.0", "knows 9.0, 10.0;", "an older NVRTC"]),
+    ],
+)
+def test_nvrtc_does_not_know_the_gpu(nvrtc, known, capability, parts):
+    nvrtc(*known)
+    with pytest.raises(RuntimeError) as error:
+        compiler.check_target(forward(), capability, "GPU X")
+    assert not isinstance(error.value, NotImplementedError)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "dtype, capability, oldest", [("float16", 61, "7.5"), ("float16", 70, "7.5"), ("bfloat16", 75, "8.0")]
+)
+def test_the_gpu_is_too_old(nvrtc, dtype, capability, oldest):
+    nvrtc(*NVRTC_12_8)
+    with pytest.raises(NotImplementedError) as error:
+        compiler.check_target(backward(dtype=dtype), capability, "GPU X")
+    for part in (f"{dtype} needs", oldest, "GPU X", f"{capability / 10}", "NumPy"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "known, capability",
+    [(NVRTC_12_0, 75), (NVRTC_12_0, 90), (NVRTC_12_8, 120), (NVRTC_12_8, 121)],  # CuPy takes 12.0 for a 12.1
+)
+def test_nvrtc_knows_the_gpu(nvrtc, known, capability):
+    nvrtc(*known)
+    compiler.check_target(forward(), capability, "GPU X")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch, error", [("sm_61", NotImplementedError), ("sm_990", RuntimeError), ("90", ValueError)])
+def test_offline_target(arch, error):
+    with pytest.raises(error, match=arch):
+        compiler.compile_offline(forward(), arch)
+
+
+@needs_nvrtc
+def test_the_compiler_refuses_the_arch():
+    with pytest.raises(RuntimeError, match="does not compile for sm_80a"):  # 8.0 has no features of its own
+        compiler.compile_offline(forward(), "sm_80a")
+
+
+@pytest.mark.gpu
+def test_the_cached_kernel_is_machine_code(tmp_path, monkeypatch):
+    """CuPy may ask NVRTC for PTX, which a driver older than NVRTC cannot load."""
+    import cupy
+
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    built = compiler._build(choose.around_backward(backward(), False)[0])
+    assert built.num_regs > 0
+    (path,) = tmp_path.rglob("*.cubin")
+    content = path.read_bytes()
+    _, flags = instructions(content[content.index(b"\x7fELF") :])
+    assert int(cupy.cuda.Device().compute_capability) in flags
+
+
+@pytest.mark.gpu
+def test_an_error_of_the_running_compiler_is_explained(kernels):
+    path = kernels / "core" / "types.cuh"
+    path.write_text(path.read_text() + "\nno_such_type x;\n")
+    with pytest.raises(RuntimeError, match="(?s)does not compile for .*no_such_type"):
+        compiler._build(forward())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("error, pretended", [(NotImplementedError, 61), (RuntimeError, 990)])
+def test_a_call_explains_what_the_gpu_lacks(monkeypatch, error, pretended):
+    check = compiler.check_target
+    monkeypatch.setattr(compiler, "check_target", lambda variant, _, target: check(variant, pretended, target))
+    with pytest.raises(error, match=str(pretended / 10)):
+        compiler._build(forward())
+
+
+# --- python -m cupyflash compile
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs `compile_command` over variants whose reports are made up; returns its exit code, lines and errors."""
+    variants = [forward(), backward(), forward(128)]
+    monkeypatch.setattr(choose, "variants", lambda capability: iter(variants))
+
+    def run(outcomes, archs=("sm_80",), as_json=True):
+        def compile_offline(variant, arch):
+            outcome = outcomes[variants.index(variant)]
+            if isinstance(outcome, Exception):
+                raise outcome
+            return compiler.Report(variant, arch, 100, outcome, variant.spec.shared_bytes, 0.5, b"")
+
+        monkeypatch.setattr(compiler, "compile_offline", compile_offline)
+        code = compiler.compile_command(list(archs), as_json)
+        printed = capsys.readouterr()
+        return code, printed.out.splitlines(), printed.err.splitlines()
+
+    run.variants = variants
+    return run
+
+
+def test_command_prints_json(command):
+    code, lines, errors = command([0, 0, 0], ("sm_80", "sm_90a"))
+    assert code == 0 and not errors
+    expected = [
+        {
+            "arch": arch,
+            "registers": 100,
+            "spill_bytes": 0,
+            "shared_bytes": variant.spec.shared_bytes,
+            "seconds": 0.5,
+            "kernel": variant.expression,
+        }
+        for arch in ("sm_80", "sm_90a")
+        for variant in command.variants
+    ]
+    assert list(map(json.loads, lines)) == expected
+
+
+def test_command_prints_a_table(command):
+    code, lines, errors = command([0, 0, 0], as_json=False)
+    assert code == 0 and not errors
+    assert lines[0].split() == ["arch", "regs", "spills", "shared", "seconds", "kernel"]
+    assert [line.split(maxsplit=5)[5] for line in lines[1:]] == [variant.expression for variant in command.variants]
+
+
+def test_command_fails_after_a_spill(command):
+    code, lines, errors = command([0, 8, 0])
+    assert code == 1 and not errors
+    assert [json.loads(line)["spill_bytes"] for line in lines] == [0, 8, 0]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("bad kernel"), NotImplementedError("bad kernel")])
+def test_command_fails_after_an_error(command, error):
+    code, lines, errors = command([error, 0, 0])
+    assert code == 1 and errors == ["bad kernel"]
+    assert [json.loads(line)["kernel"] for line in lines] == [v.expression for v in command.variants[1:]]
+
+
+def test_command_says_once_what_is_wrong_with_an_arch(command):
+    code, lines, errors = command([RuntimeError("bad arch")] * 3)
+    assert (code, lines, errors) == (1, [], ["bad arch"])
+
+
+def test_command_without_a_gpu_compiles_for_two_archs(command, monkeypatch):
+    monkeypatch.setattr(compiler, "_present_capability", lambda: None)
+    code, lines, _ = command([0, 0, 0], archs=())
+    assert code == 0 and [json.loads(line)["arch"] for line in lines] == ["sm_80"] * 3 + ["sm_90"] * 3
+
+
+def test_command_builds_for_the_present_gpu(command, monkeypatch):
+    """As a call does, so that CuPy keeps the result."""
+    built = SimpleNamespace(num_regs=77, local_size_bytes=0)
+    monkeypatch.setattr(compiler, "_present_capability", lambda: 86)
+    monkeypatch.setattr(compiler, "_build", lambda variant: built)
+    code, lines, errors = command([AssertionError("compiled offline")] * 3, archs=())
+    assert code == 0 and not errors
+    assert [(r["arch"], r["registers"]) for r in map(json.loads, lines)] == [("sm_86", 77)] * 3
+
+
+@pytest.mark.parametrize("arch", ["sm_", "sm_8.0", "80", "sm_90x"])
+def test_command_names_a_wrong_arch(arch):
+    with pytest.raises(ValueError, match=f"like sm_80 or sm_90a, got '{re.escape(arch)}'"):
+        compiler.compile_command([arch], False)
