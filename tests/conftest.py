@@ -42,43 +42,32 @@ def pytest_collection_modifyitems(items):
 
 
 def _backends(*names):
-    marks = {"numpy": (), "cuda": pytest.mark.gpu}
-    pairs = [name.split("-") for name in names]
-    return [pytest.param(tools.Backend(*pair), marks=marks[pair[0]], id="-".join(pair)) for pair in pairs]
+    params = []
+    for name, dtype in (name.split("-") for name in names):
+        if name == "numpy":
+            params.append(pytest.param(tools.Backend(name, dtype), id=f"{name}-{dtype}"))
+            continue
+        for path in tools.CUDA_PATHS:
+            params.append(pytest.param(tools.Backend(name, dtype, path), marks=pytest.mark.gpu, id=f"{path}-{dtype}"))
+    return params
 
 
-@pytest.fixture(
-    params=_backends(
-        "numpy-float16", "numpy-bfloat16", "numpy-float32", "numpy-float64", "cuda-float16", "cuda-bfloat16"
-    )
+def _backend_fixture(name, doc, *names):
+    def backend(request, monkeypatch):
+        return request.param.activate(monkeypatch)
+
+    backend.__doc__ = doc
+    return pytest.fixture(params=_backends(*names), name=name)(backend)
+
+
+_ALL_16 = ("numpy-float16", "numpy-bfloat16", "cuda-float16", "cuda-bfloat16")
+backend = _backend_fixture("backend", "Every backend in every dtype.", *_ALL_16, "numpy-float32", "numpy-float64")
+backend16 = _backend_fixture("backend16", "Every backend in its 16-bit dtypes.", *_ALL_16)
+backend1 = _backend_fixture(
+    "backend1", "Every backend once, for what does not depend on the dtype.", "numpy-float32", "cuda-bfloat16"
 )
-def backend(request):
-    """Every backend in every dtype."""
-    return request.param
-
-
-@pytest.fixture(params=_backends("numpy-float16", "numpy-bfloat16", "cuda-float16", "cuda-bfloat16"))
-def backend16(request):
-    """Every backend in its 16-bit dtypes."""
-    return request.param
-
-
-@pytest.fixture(params=_backends("numpy-float32", "cuda-bfloat16"))
-def backend1(request):
-    """Every backend once, for what does not depend on the dtype."""
-    return request.param
-
-
-@pytest.fixture(params=_backends("numpy-bfloat16", "cuda-bfloat16"))
-def backend_bfloat16(request):
-    """Every backend in bfloat16."""
-    return request.param
-
-
-@pytest.fixture(params=_backends("cuda-bfloat16"))
-def cuda(request):
-    """The GPU."""
-    return request.param
+backend_bfloat16 = _backend_fixture("backend_bfloat16", "Every backend in bfloat16.", "numpy-bfloat16", "cuda-bfloat16")
+cuda = _backend_fixture("cuda", "The GPU.", "cuda-bfloat16")
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ import numpy as np
 
 import cupyflash
 from cupyflash import checks, compiler, reference
+from cupyflash.choose import PATHS
 
 ROOT = Path(__file__).resolve().parents[1]
-CUDA_PATHS = ("sm80",)  # the kernel paths that the tests marked gpu run
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | {
     "bfloat16": np.dtype(ml_dtypes.bfloat16)
 }
@@ -71,12 +71,31 @@ def nvrtc_compile(code, expressions, arch):
         nvrtc.destroyProgram(program)
 
 
+def _cuda_paths():
+    if cuda_missing():
+        return PATHS
+    import cupy
+
+    return PATHS if cupy.cuda.Device(0).compute_capability == "90" else PATHS[:1]
+
+
+CUDA_PATHS = _cuda_paths()  # the kernel paths that the tests marked gpu run
+
+
 @dataclass(frozen=True)
 class Backend:
     """Where a test runs, and in which dtype."""
 
     name: str  # "numpy" or "cuda"
     dtype_name: str
+    path: str = ""  # of the kernels of "cuda"
+
+    def activate(self, monkeypatch):
+        """Make calls take the path."""
+        if self.name == "cuda":
+            monkeypatch.setenv("CUPYFLASH_PATH", self.path)
+            self.module._plans.clear()
+        return self
 
     @property
     def dtype(self):
