@@ -130,13 +130,16 @@ def _forward_spec(d, dv, float32_out, access, block_q, block_k, warps, stages, b
 
 
 @functools.lru_cache(maxsize=1024)
-def hopper_forward(problem: Problem, float32_out: bool) -> Variant:
-    """Return the forward kernel for `problem` on Hopper, for arrays that its copy engine can read."""
+def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
+    """Return the forward kernel for `problem` on Hopper, for arrays that its copy engine can read.
+
+    `access` is that of out alone; more than 4 bytes are never written at once.
+    """
     d = round_up(problem.head_dim, 16)
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
     full, short, long = HOPPER_FORWARD[min(limit for limit in HOPPER_FORWARD if limit >= max(d, dv))]
     tiling = full if not problem.banded else short if problem.seqlen_k <= SHORT else long
-    spec = HopperForwardSpec(d, dv, *tiling, float32_out)
+    spec = HopperForwardSpec(d, dv, *tiling, float32_out, min(access, 4))
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
 
@@ -197,8 +200,8 @@ def variants(capability: int) -> Iterator[Variant]:
             for access, float32_out in (*aligned, (16, True)):
                 yield forward(problem, access, float32_out, limit)
             if capability == 90:
-                for banded, float32_out in ((None, False), (0, False), (None, True)):
-                    yield hopper_forward(replace(problem, seqlen_k=SHORT, right=banded), float32_out)
+                for right, float32_out in ((None, False), (0, False), (None, True)):
+                    yield hopper_forward(replace(problem, seqlen_k=SHORT, right=right), 16, float32_out)
             for access, deterministic in (*aligned, (16, True)):
                 try:
                     main = backward(problem, access, deterministic, limit)

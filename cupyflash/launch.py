@@ -210,16 +210,17 @@ def _path(device: int) -> str:
 def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     float32_out = out.dtype == np.float32
-    access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
     key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     pairs = problem.batch * problem.heads_q
     section = min(pairs, max(1, L2_SHARE // key_bytes) * problem.group)
     sizes = _sizes(problem, section, forward_pass=True)
 
-    hopper = _path(device) == "sm90" and access == 16 and all(map(tensor_map.possible, (q, k, v)))
+    # The copy engine brings q to the tensor cores unseen, so that nobody could negate it on the way.
+    hopper = _path(device) == "sm90" and all(map(tensor_map.possible, (q, k, v))) and problem.scale >= 0
     if hopper:
-        variant = choose.hopper_forward(problem, float32_out)
+        variant = choose.hopper_forward(problem, _access(problem, (out,)), float32_out)
     else:
+        access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
         variant = choose.forward(problem, access, float32_out, _attribute(device, "MaxSharedMemoryPerBlockOptin"))
     spec = variant.spec
     params = np.zeros(1, HOPPER_FORWARD_PARAMS if hopper else FORWARD_PARAMS)

@@ -59,6 +59,7 @@ class HopperForwardSpec(Spec):
     stages: int
     ping_pong: bool
     float32_out: bool
+    access: int
 
     blocks_per_sm = 1
 

@@ -403,7 +403,9 @@ def test_the_cached_kernel_is_machine_code(tmp_path, monkeypatch):
     """CuPy may ask NVRTC for PTX, which a driver older than NVRTC cannot load."""
     import cupy
 
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))  # read when CuPy is imported, and by a new cache
+    cache = cupy.cuda.compiler._kernel_cache_backend
+    monkeypatch.setattr(cupy.cuda.compiler, "_kernel_cache_backend", type(cache)())
     built = compiler._build(choose.around_backward(backward(), False)[0])
     assert built.num_regs > 0
     (path,) = tmp_path.rglob("*.cubin")

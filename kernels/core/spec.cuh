@@ -23,6 +23,7 @@ struct HopperForwardSpec {
   int stages;      // K and V tiles in flight
   bool ping_pong;  // the warpgroups take turns at the tensor cores
   bool float32_out;
+  int access;  // of the stores of out
 };
 
 struct BackwardSpec {

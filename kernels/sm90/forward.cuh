@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), 1)
       if constexpr (kSpec.float32_out)
         store_direct<float, 4>(out[0], target, first_row + warp_row, 0);
       else
-        store_direct<T, 16>(out[0], target, first_row + warp_row, 0);
+        store_direct<T, kSpec.access>(out[0], target, first_row + warp_row, 0);
     }
     turns.close();
   }
