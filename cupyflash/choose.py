@@ -36,7 +36,7 @@ FORWARD = {
     192: ((64, 64, 4, 1, 2, False), (64, 32, 4, 1, 2, False), (64, 32, 4, 1, 1, False)),
     256: ((64, 64, 4, 1, 2, False), (128, 64, 8, 1, 1, False), (64, 64, 4, 1, 1, False), (64, 32, 4, 1, 1, False)),
 }
-# The same, first choice of kernels without options: faster, with no register left for one.
+# The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 
 # Hopper, head_dim up to: (block_k, groups, stages, ping_pong) of full problems, of short banded ones and of long ones.
@@ -112,11 +112,11 @@ def _fitting(table: dict, plain: dict, make, head_dim: int, shared_limit: int):
 
 
 @functools.lru_cache(maxsize=1024)
-def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int) -> Variant:
+def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int, capability: int = 90) -> Variant:
     """Return the forward kernel for `problem` on a device with `shared_limit` bytes of shared memory in a block."""
     d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
     make = functools.partial(_forward_spec, d, dv, float32_out, access)
-    plain = {} if float32_out or access < 16 else FORWARD_PLAIN
+    plain = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
     return Variant(
         "sm80/forward.cuh",
         "forward",
@@ -149,11 +149,11 @@ def persistent(problem: Problem) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def backward(problem: Problem, access: int, deterministic: bool, shared_limit: int) -> Variant:
+def backward(problem: Problem, access: int, deterministic: bool, shared_limit: int, capability: int = 90) -> Variant:
     """Return the main backward kernel for `problem`."""
     d, dv = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
     make = functools.partial(_backward_spec, d, dv, deterministic, access)
-    plain = {} if deterministic or access < 16 else BACKWARD_PLAIN
+    plain = {} if deterministic or access < 16 or capability >= 100 else BACKWARD_PLAIN
     return Variant(
         "sm80/backward.cuh",
         "backward",
@@ -198,13 +198,13 @@ def variants(capability: int) -> Iterator[Variant]:
             problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim, 1.0)
             aligned = ((16, False), (2, False)) if head_dim == 128 else ((16, False),)
             for access, float32_out in (*aligned, (16, True)):
-                yield forward(problem, access, float32_out, limit)
+                yield forward(problem, access, float32_out, limit, capability)
             if capability == 90:
                 for right, float32_out in ((None, False), (0, False), (None, True)):
                     yield hopper_forward(replace(problem, seqlen_k=SHORT, right=right), 16, float32_out)
             for access, deterministic in (*aligned, (16, True)):
                 try:
-                    main = backward(problem, access, deterministic, limit)
+                    main = backward(problem, access, deterministic, limit, capability)
                 except NotImplementedError:
                     continue
                 yield main

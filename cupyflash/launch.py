@@ -203,8 +203,13 @@ def _attribute(device: int, name: str) -> int:
     return cupy.cuda.Device(device).attributes[name]
 
 
-def _path(device: int) -> str:
-    return choose.path(int(cupy.cuda.Device(device).compute_capability), cupy.cuda.nvrtc.getVersion())
+def _shared_limit(device: int) -> int:
+    return _attribute(device, "MaxSharedMemoryPerBlockOptin")
+
+
+@functools.cache
+def _capability(device: int) -> int:
+    return int(cupy.cuda.Device(device).compute_capability)
 
 
 def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
@@ -216,12 +221,16 @@ def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
     sizes = _sizes(problem, section, forward_pass=True)
 
     # The copy engine brings q to the tensor cores unseen, so that nobody could negate it on the way.
-    hopper = _path(device) == "sm90" and all(map(tensor_map.possible, (q, k, v))) and problem.scale >= 0
+    hopper = (
+        choose.path(_capability(device), cupy.cuda.nvrtc.getVersion()) == "sm90"
+        and all(map(tensor_map.possible, (q, k, v)))
+        and problem.scale >= 0
+    )
     if hopper:
         variant = choose.hopper_forward(problem, _access(problem, (out,)), float32_out)
     else:
         access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
-        variant = choose.forward(problem, access, float32_out, _attribute(device, "MaxSharedMemoryPerBlockOptin"))
+        variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
     spec = variant.spec
     params = np.zeros(1, HOPPER_FORWARD_PARAMS if hopper else FORWARD_PARAMS)
     params["sizes"] = sizes
@@ -239,9 +248,8 @@ def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
     float32_out = arrays[4].dtype == np.float32
     access = _access(problem, arrays[:4] + arrays[5:] if float32_out else arrays)
-    main = choose.backward(
-        problem, access, deterministic, _attribute(cupy.cuda.runtime.getDevice(), "MaxSharedMemoryPerBlockOptin")
-    )
+    device = cupy.cuda.runtime.getDevice()
+    main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
     before, after = choose.around_backward(main, float32_out)
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
