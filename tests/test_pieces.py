@@ -93,7 +93,8 @@ def test_conversions(dtype):
         -9, 9, 1 << 14
     )
     special = [0.0, -0.0, math.inf, -math.inf, math.nan, 65519.0, 65520.0, 3.4e38, -3.4e38, 1e-30]
-    x = np.concatenate([every, exact, np.nextafter(exact, np.inf), random, special]).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # the signalling NaN among every
+        x = np.concatenate([every, exact, np.nextafter(exact, np.inf), random, special]).astype(np.float32)
     x = x[: len(x) // 2 * 2]
     packed, unpacked = nans((len(x) // 2,), np.uint32), nans((len(x) // 2, 2))
     count = len(x) // 2
@@ -463,12 +464,12 @@ def test_softmax_of_rows_without_keys():
     scores[:3, 1] = -math.inf  # the first at the end
     scores[1:, 2] = -math.inf  # the last at the start
     scores[1:3, 3] = -math.inf
-    scores[:, 4], scores[2, 4, 17] = -math.inf, -5.0  # one key
+    scores[:, 4], scores[2, 4, 17] = -math.inf, -4.0  # one key
     scores[:, 5], scores[3, 5, 31] = -math.inf, 0.0
     scores[0, 6, ::2] = -math.inf
     out, lse, _ = check_softmax(scores)
     assert not out[0].any() and lse[0] == -math.inf
-    assert out[4].tolist() == [0, 1, 0, 0, 0, 0, 0, 0] and lse[4] == -5
+    assert out[4].tolist() == [0, 1, 0, 0, 0, 0, 0, 0] and lse[4] == -4
     out, lse, top = online_softmax(np.full((3, 16, 32), -math.inf))
     assert not out.any() and (lse == -math.inf).all() and (top == -math.inf).all()
 
@@ -492,8 +493,8 @@ def test_softmax_of_large_scores(offset):
 
 @gpu
 def test_softmax_rescales_when_the_top_has_grown():
-    scores = np.zeros((3, 16, 32))
-    growth = np.array([0, 0.5, 5, 5.5, 5.6, 6, 20, 60, 80, 90, 200, 1000, -5, -50, -90, -1000])  # kSlack: 5.545
+    scores = np.zeros((3, 16, 32), np.float32)
+    growth = np.float32([0, 0.5, 5, 5.5, 5.6, 6, 20, 60, 80, 90, 200, 1000, -5, -50, -90, -1000])  # kSlack: 5.545
     scores[1] = growth[:, None]
     scores[2] = 2 * growth[:, None]
     _, _, top = check_softmax(scores)
@@ -802,7 +803,7 @@ def test_product(left, right, dtype, exact):
     expression = f"multiply_tiles<cupyflash::{dtype}, {left}Kind, {right}Kind>"
     PRODUCT.run(expression, 1, 32, to_gpu(stored_left), to_gpu(stored_right), out)
     a, b = floats16(left_bits, dtype)[16:], floats16(right_bits, dtype)[:, 16:]
-    allowed = 0 if exact else 1e-6 * (np.abs(a) @ np.abs(b)).max()  # integers are exact: every index is seen
+    allowed = 0 if exact else 4e-6 * (np.abs(a) @ np.abs(b)).max()  # integers are exact: every index is seen
     tools.assert_close("product", out.get().astype(np.float64), a @ b, allowed)
 
 
