@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import json
 import math
 import sys
@@ -57,7 +58,7 @@ def main(arguments=None):
 
 def architectures(text):
     names = [name.strip() for name in text.split(",")]
-    if not all(name.startswith("sm_") for name in names):
+    if not all(re.fullmatch(r"sm_\d+[af]?", name) for name in names):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like sm_80,sm_90a")
     return names
 

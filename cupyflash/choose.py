@@ -39,20 +39,28 @@ FORWARD = {
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 
-# Hopper, head_dim up to: (block_k, groups, stages, ping_pong) of full problems, of short banded ones and of long ones.
-# Relative to cuDNN 9.19 in the same run, bfloat16, lengths 512 / 2048 / 16384 (full, then causal):
-#   64: 0.95 1.15 1.23, 0.85 0.94 1.19; 128: 0.82 1.02 1.12, 0.82 0.96 1.19; 256: 0.81 1.10 1.18, 0.77 1.00 1.30.
-# Tried: without ping-pong 0.84 1.05 1.22 at 64; one block a tile loses 10 % at 512 and 2048 and wins 14 to 70 % on long
-# causal problems, whose tiles differ; a loop that carries the last tile of one work over to the first of the next lost
-# 12 % at 64 and nothing elsewhere; 176 keys at 128: 0.78 0.99 1.11. Short lengths wait for the first scores and the
-# last store of a tile, when both warpgroups have no product to issue.
+# Hopper, head_dim up to: (block_k, groups, stages, blocks_per_sm, ping_pong) of full and of banded problems, of up to
+# SHORT keys and of more. Relative to cuDNN 9.19 in the same run, bfloat16, lengths 512 / 1024 / 4096, full then causal:
+#   64: 0.98 1.04 1.18, 0.85 0.86 1.04   96: 1.05 1.10 1.28, 1.10 1.15 1.21   128: 0.97 1.05 1.09, 0.93 1.02 1.11
+#   192: 1.06 1.17 1.21, 0.88 0.98 1.26  256: 0.92 1.12 1.18, 0.99 1.03 1.14
+# Tried at 64, 128 and 256:
+#   out written 4 bytes a lane instead of 16         0.95, 0.82, 0.81 at 512: the stores of a tile, not its products
+#   no ping-pong                                     0.84 at 512, 1.22 instead of 1.23 at 16384 (64)
+#   one block a tile                                 10 to 20 % less at 512 to 2048, 5 to 70 % more on long causal tiles
+#   two blocks a multiprocessor, a warpgroup each    0.86, 0.82 at 512, 1.00, 0.95 at 4096
+#   176 keys at 128                                  0.92, 0.99, 1.06
+#   last tile of one work overlapped with the first  12 % less at 64, nothing elsewhere (with the narrow stores)
+#   of the next
+# Causal 64 at 512 is the weakest: 2.5 tiles of keys for each tile of queries, so that the first scores and the last
+# values, which nothing overlaps, weigh most.
 HOPPER_FORWARD = {
-    64: ((128, 3, 2, True), (128, 2, 2, True), (128, 3, 2, True)),
-    128: ((128, 2, 2, True),) * 3,
-    192: ((112, 2, 2, True),) * 3,
-    256: ((80, 2, 2, True),) * 3,
+    64: ((128, 3, 2, 1, True), (128, 3, 2, 1, True), (128, 2, 2, 1, True), (128, 3, 2, 1, True)),
+    96: ((128, 2, 2, 1, True), (96, 3, 2, 1, True), (128, 2, 2, 1, True), (96, 3, 2, 1, True)),
+    128: ((128, 2, 2, 1, True),) * 4,
+    192: ((96, 2, 2, 1, True),) * 4,
+    256: ((80, 2, 2, 1, True), (80, 2, 2, 1, True), (64, 2, 2, 1, True), (80, 2, 2, 1, True)),
 }
-SHORT = 2048  # keys
+SHORT = 2048
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulator of out
 
 # head_dim up to:
@@ -133,13 +141,13 @@ def _forward_spec(d, dv, float32_out, access, block_q, block_k, warps, stages, b
 def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     """Return the forward kernel for `problem` on Hopper, for arrays that its copy engine can read.
 
-    `access` is that of out alone; more than 4 bytes are never written at once.
+    `access` is that of out alone.
     """
     d = round_up(problem.head_dim, 16)
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    full, short, long = HOPPER_FORWARD[min(limit for limit in HOPPER_FORWARD if limit >= max(d, dv))]
-    tiling = full if not problem.banded else short if problem.seqlen_k <= SHORT else long
-    spec = HopperForwardSpec(d, dv, *tiling, float32_out, min(access, 4))
+    row = HOPPER_FORWARD[min(limit for limit in HOPPER_FORWARD if limit >= max(d, dv))]
+    tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
+    spec = HopperForwardSpec(d, dv, *tiling, float32_out, access)
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
 
@@ -200,8 +208,10 @@ def variants(capability: int) -> Iterator[Variant]:
             for access, float32_out in (*aligned, (16, True)):
                 yield forward(problem, access, float32_out, limit, capability)
             if capability == 90:
-                for right, float32_out in ((None, False), (0, False), (None, True)):
-                    yield hopper_forward(replace(problem, seqlen_k=SHORT, right=right), 16, float32_out)
+                for right, seqlen_k in ((None, 1), (None, SHORT + 1), (0, 1), (0, SHORT + 1)):
+                    yield hopper_forward(replace(problem, seqlen_k=seqlen_k, right=right), 16, False)
+                yield hopper_forward(problem, 16, True)
+                yield hopper_forward(problem, 2, False)
             for access, deterministic in (*aligned, (16, True)):
                 try:
                     main = backward(problem, access, deterministic, limit, capability)

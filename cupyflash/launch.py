@@ -241,16 +241,15 @@ def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
             _fill(params, name, x)
     blocks = pairs * -(-problem.seqlen_q // spec.block_q)
     if hopper and choose.persistent(problem):
-        blocks = min(blocks, _attribute(device, "MultiProcessorCount"))
+        blocks = min(blocks, _attribute(device, "MultiProcessorCount") * spec.blocks_per_sm)
     return Plan.of((Launch.of(variant, blocks, spec.threads),), params, ("q", "k", "v", "out", "lse"))
 
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
-    float32_out = arrays[4].dtype == np.float32
-    access = _access(problem, arrays[:4] + arrays[5:] if float32_out else arrays)
+    access, out = _access(problem, arrays), arrays[4]
     device = cupy.cuda.runtime.getDevice()
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
-    before, after = choose.around_backward(main, float32_out)
+    before, after = choose.around_backward(main, out.dtype == np.float32)
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     query_bytes = problem.group * problem.seqlen_q * (6 * problem.head_dim + 2 * problem.head_dim_v)

@@ -33,4 +33,38 @@ __device__ __forceinline__ void store_direct(const Accumulator<kCols>& acc, cons
   }
 }
 
+// The 4 x 4 words that the four lanes of a row hold (x[j] of lane l is word l of piece j), transposed: lane l then has
+// the four words of piece l.
+__device__ __forceinline__ void transpose_quad(uint32 (&x)[4]) {
+  const int lane = lane_index() % 4;
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j & bit) continue;
+      const bool upper = lane & bit;  // gives its word j, and gets the partner's word j + bit
+      const uint32 other = __shfl_xor_sync(kFullWarp, upper ? x[j] : x[j + bit], bit);
+      (upper ? x[j] : x[j + bit]) = other;
+    }
+}
+
+// The same in 16 bits and in units of 16 bytes: four lanes write 64 bytes of a row.
+template <class T, int kCols>
+__device__ __forceinline__ void store_wide(const Accumulator<kCols>& acc, const Matrix& m, int row, int col) {
+  static_assert(kCols % 32 == 0, "a unit for each of four lanes");
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int r = row + acc.row(half);
+#pragma unroll
+    for (int j = 0; j < kCols / 8; j += 4) {
+      uint32 x[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = T::pack(acc.x[j + i][2 * half], acc.x[j + i][2 * half + 1]);
+      transpose_quad(x);
+      const int c = col + 8 * (j + lane_index() % 4);
+      if (r < m.rows && c < m.cols) *reinterpret_cast<uint4*>(m.data + r * m.stride + 2 * c) = {x[0], x[1], x[2], x[3]};
+    }
+  }
+}
+
 }  // namespace cupyflash

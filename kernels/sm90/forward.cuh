@@ -49,7 +49,7 @@ struct Turns {
 };
 
 template <class T, HopperForwardSpec kSpec>
-__global__ void __launch_bounds__(128 * (kSpec.groups + 1), 1)
+__global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
     hopper_forward(const __grid_constant__ HopperForwardParams p) {
   constexpr int kBlockQ = 64 * kSpec.groups, kBlockK = kSpec.block_k, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   constexpr int kQBytes = kBlockQ * 128 * panels(kDim), kKBytes = kBlockK * 128 * panels(kDim);
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), 1)
   const int role = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
 
   if (role == 0) {  // producer
-    give_registers<kSpec.groups == 2 ? 24 : 32>();
+    give_registers<kSpec.groups <= 2 ? 24 : 32>();
     if (threadIdx.x > 0) return;
     prefetch_map(p.q), prefetch_map(p.k), prefetch_map(p.v);
     for (uint32 index = block_index(); index < works; index += gridDim.x * gridDim.y) {
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), 1)
       }
     }
   } else {  // consumers
-    take_registers<kSpec.groups == 2 ? 240 : 160>();
+    take_registers<kSpec.groups == 1 ? 232 : kSpec.groups == 2 ? 240 : 160>();
     const int group = role - 1, warp_row = 64 * group + warp_index() % 4 * 16;
     const Turns<kSpec.ping_pong ? kSpec.groups : 1> turns = {group};
     turns.open();
@@ -197,6 +197,8 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), 1)
       const Matrix target = head_of(p.out, work.batch, work.head, s.seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
       if constexpr (kSpec.float32_out)
         store_direct<float, 4>(out[0], target, first_row + warp_row, 0);
+      else if constexpr (kSpec.access == 16)
+        store_wide<T>(out[0], target, first_row + warp_row, 0);
       else
         store_direct<T, kSpec.access>(out[0], target, first_row + warp_row, 0);
     }
