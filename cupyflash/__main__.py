@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 import json
 import math
+import re
 import sys
 
 from cupyflash import __version__
