@@ -49,8 +49,9 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 #   one block a tile                                 10 to 20 % less at 512 to 2048, 5 to 70 % more on long causal tiles
 #   two blocks a multiprocessor, a warpgroup each    0.86, 0.82 at 512, 1.00, 0.95 at 4096
 #   176 keys at 128                                  0.92, 0.99, 1.06
-#   last tile of one work overlapped with the first  12 % less at 64, nothing elsewhere (with the narrow stores)
+#   last tile of one work overlapped with the first  5 to 15 % less everywhere
 #   of the next
+#   64 or 96 keys at 64 and 128                      5 to 20 % less
 # Causal 64 at 512 is the weakest: 2.5 tiles of keys for each tile of queries, so that the first scores and the last
 # values, which nothing overlaps, weigh most.
 HOPPER_FORWARD = {
