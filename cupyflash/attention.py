@@ -285,6 +285,9 @@ def _plan_backward(gpu, options, views):
 
 
 def _scattered(gpu, views):
+    for name, x in views.items():
+        if gpu and x is not None and any(stride % x.itemsize for stride in x.strides):
+            raise ValueError(f"{name} has strides {x.strides}; allowed: multiples of its {x.itemsize} bytes an element")
     rows = {name: x for name, x in views.items() if gpu and "lse" not in name}
     return [name for name, x in rows.items() if x.shape[-1] > 1 and x.strides[-1] != x.itemsize]
 
@@ -292,6 +295,7 @@ def _scattered(gpu, views):
 def _gather(home, plan, views):
     for name in plan.scattered:
         views[name] = home.xp.ascontiguousarray(views[name])
+        home.backend.keep_for_graph(views[name])
 
 
 def _batched(plan, views):

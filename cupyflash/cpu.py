@@ -63,6 +63,7 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
                 delta = (douts * stack.fold(out, rows)).sum(axis=-1)
                 if dlse is not None:
                     delta -= stack.fold(_by_row(dlse), rows)[..., 0]
+                delta[row_lse == -np.inf] = 0  # no weight is left that dlse could move
                 dqueries = _backward_rows(stack, rows, queries, keys, values, douts, row_lse, delta, dkeys, dvalues)
                 stack.unfold(dqueries, dq, rows)
             stack.unfold(dkeys, dk)

@@ -60,11 +60,12 @@ HOPPER_FORWARD_PARAMS = np.dtype(
 )
 
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
-TINY = 2.0**-126  # stands for a scale of 0, which would make NaN of the -inf of a hidden score
+TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
-MAX_GRID_X = 1 << 30
+MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}
+_kept_for_graphs: list = []
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,14 @@ class Launch:
     """One kernel with its grid."""
 
     kernel: object
-    grid: tuple[int, int]
+    grid: tuple[int]
     block: tuple[int]
     shared_bytes: int
 
     @classmethod
     def of(cls, variant: Variant, blocks: int, threads: int) -> Launch:
-        if blocks >= 1 << 32:
-            raise ValueError(
-                f"batch * heads * tiles = {blocks} exceeds the {1 << 32} blocks of a launch; split the batch"
-            )
-        x = min(blocks, MAX_GRID_X)
         device = cupy.cuda.runtime.getDevice()
-        return cls(compiler.kernel(variant, device), (x, -(-blocks // x)), (threads,), variant.spec.shared_bytes)
+        return cls(compiler.kernel(variant, device), (blocks,), (threads,), variant.spec.shared_bytes)
 
     def __call__(self, struct: np.ndarray) -> None:
         self.kernel(self.grid, self.block, (struct,), shared_mem=self.shared_bytes)
@@ -119,10 +115,10 @@ class Plan:
 
 def forward(problem: Problem, q, k, v, out, lse) -> None:
     """Write ``out`` and, unless it is None, ``lse``."""
-    low_bits = (q.data.ptr | k.data.ptr | v.data.ptr | out.data.ptr) & 15
+    offsets = (q.data.ptr & 15, k.data.ptr & 15, v.data.ptr & 15, out.data.ptr & 15)
     lse_strides = None if lse is None else lse.strides
     device = cupy.cuda.runtime.getDevice()
-    key = (problem, device, low_bits, q.strides, k.strides, v.strides, out.strides, lse_strides, out.itemsize)
+    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, lse_strides, out.itemsize)
     plan = _plans.get(key)
     if plan is None:
         plan = _remember(key, _plan_forward(problem, q, k, v, out, lse))
@@ -132,13 +128,10 @@ def forward(problem: Problem, q, k, v, out, lse) -> None:
 def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic: bool) -> None:
     """Write ``dq``, ``dk`` and ``dv``."""
     arrays = (q, k, v, dout, out, dq, dk, dv)
-    low_bits = 0
-    for x in arrays:
-        low_bits |= x.data.ptr
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
-    strides = tuple([x.strides for x in arrays + rows])
-    key = (problem, device, low_bits & 15, strides, out.itemsize, deterministic)
+    layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
+    key = (problem, device, layouts, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
         plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, deterministic))
@@ -146,6 +139,7 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, determ
     delta = cupy.empty(problem.batch * problem.heads_q * problem.seqlen_q, np.float32)
     dq_sum = cupy.empty(sum_size, np.float32)
     turn = cupy.zeros(turns, np.uint32) if turns else None
+    keep_for_graph(delta, dq_sum, turn)
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
@@ -154,6 +148,15 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, determ
         dq_sum.data.ptr,
         0 if turn is None else turn.data.ptr,
     )
+
+
+def keep_for_graph(*temporaries) -> None:
+    """Keep what a captured graph will use at every replay; the pool would give it to others after this call.
+
+    Nobody tells when the graph is gone, so the memory stays reserved until the process ends.
+    """
+    if cupy.cuda.get_current_stream().is_capturing():
+        _kept_for_graphs.extend(temporaries)
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:
@@ -188,9 +191,9 @@ def _fill(params: np.ndarray, name: str, x) -> None:
 def _sizes(problem: Problem, section: int, forward_pass: bool):
     low = -UNBOUNDED if problem.left is None else problem.diagonal - problem.left
     high = UNBOUNDED if problem.right is None else problem.diagonal + problem.right
-    used = problem.scale or TINY
-    if forward_pass:  # negates q instead
-        used = abs(used)
+    used = max(abs(problem.scale), TINY)
+    if problem.scale < 0 and not forward_pass:  # the forward negates q instead
+        used = -used
     return (
         problem.batch, problem.heads_q, problem.group, problem.seqlen_q, problem.seqlen_k, problem.head_dim,
         problem.head_dim_v, low, high, section, used if forward_pass else problem.scale, used * math.log2(math.e),
@@ -212,58 +215,86 @@ def _capability(device: int) -> int:
     return int(cupy.cuda.Device(device).compute_capability)
 
 
+def _blocks(pairs: int, tiles: int) -> int:
+    if pairs * tiles > MAX_BLOCKS:
+        raise ValueError(
+            f"batch * heads * tiles of a head = {pairs} * {tiles} exceeds the {MAX_BLOCKS} blocks of a launch; "
+            "split the batch"
+        )
+    return pairs * tiles
+
+
+def _forward_sizes(problem: Problem):
+    key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    section = min(problem.batch * problem.heads_q, max(1, L2_SHARE // key_bytes) * problem.group)
+    return _sizes(problem, section, forward_pass=True)
+
+
 def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
     device = cupy.cuda.runtime.getDevice()
-    float32_out = out.dtype == np.float32
-    key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    pairs = problem.batch * problem.heads_q
-    section = min(pairs, max(1, L2_SHARE // key_bytes) * problem.group)
-    sizes = _sizes(problem, section, forward_pass=True)
-
-    # The copy engine brings q to the tensor cores unseen, so that nobody could negate it on the way.
-    hopper = (
-        choose.path(_capability(device), cupy.cuda.nvrtc.getVersion()) == "sm90"
-        and all(map(tensor_map.possible, (q, k, v)))
-        and problem.scale >= 0
+    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+    return (
+        path == "sm90"
+        and _plan_hopper_forward(device, problem, q, k, v, out, lse)
+        or _plan_portable_forward(device, problem, q, k, v, out, lse)
     )
-    if hopper:
-        variant = choose.hopper_forward(problem, _access(problem, (out,)), float32_out)
-    else:
-        access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
-        variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
+
+
+def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan:
+    float32_out = out.dtype == np.float32
+    access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
+    variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
+    blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
+    params = np.zeros(1, FORWARD_PARAMS)
+    params["sizes"] = _forward_sizes(problem)
+    for name, x in zip(FORWARD_PARAMS.names, (q, k, v, out, lse)):
+        _fill(params, name, x)
+    return Plan.of((Launch.of(variant, blocks, variant.spec.threads),), params, FORWARD_PARAMS.names[:-1])
+
+
+def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan | None:
+    """Return None for what the copy engine cannot bring: some layouts, and -q for a negative scale."""
+    if problem.scale < 0 or not all(map(tensor_map.possible, (q, k, v))):
+        return None
+    variant = choose.hopper_forward(problem, _access(problem, (out,)), out.dtype == np.float32)
     spec = variant.spec
-    params = np.zeros(1, HOPPER_FORWARD_PARAMS if hopper else FORWARD_PARAMS)
-    params["sizes"] = sizes
-    for name, x in zip(("q", "k", "v", "out", "lse"), (q, k, v, out, lse)):
-        if hopper and name in "qkv":
-            params[name] = tensor_map.encode(x, problem.dtype, spec.block_q if name == "q" else spec.block_k)
-        else:
-            _fill(params, name, x)
-    blocks = pairs * -(-problem.seqlen_q // spec.block_q)
-    if hopper and choose.persistent(problem):
+    maps = [
+        tensor_map.encode(x, problem.dtype, n) for x, n in ((q, spec.block_q), (k, spec.block_k), (v, spec.block_k))
+    ]
+    if any(words is None for words in maps):
+        return None
+    blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // spec.block_q))
+    if choose.persistent(problem):
         blocks = min(blocks, _attribute(device, "MultiProcessorCount") * spec.blocks_per_sm)
-    return Plan.of((Launch.of(variant, blocks, spec.threads),), params, ("q", "k", "v", "out", "lse"))
+    params = np.zeros(1, HOPPER_FORWARD_PARAMS)
+    params["sizes"] = _forward_sizes(problem)
+    params["q"], params["k"], params["v"] = maps
+    _fill(params, "out", out)
+    _fill(params, "lse", lse)
+    return Plan.of((Launch.of(variant, blocks, spec.threads),), params, HOPPER_FORWARD_PARAMS.names[:-1])
 
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     device = cupy.cuda.runtime.getDevice()
+    choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())  # checked, though every device takes the same one
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
     before, after = choose.around_backward(main, out.dtype == np.float32)
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     query_bytes = problem.group * problem.seqlen_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
     section = min(pairs_k, max(1, L2_SHARE // query_bytes))
+    row_blocks = _blocks(pairs_q, -(-problem.seqlen_q // 16))
+    blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
 
     params = np.zeros(1, BACKWARD_PARAMS)
     for name, x in zip(("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse"), (*arrays, lse, dlse)):
         _fill(params, name, x)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
     params["sizes"] = _sizes(problem, section, forward_pass=False)
-    row_blocks = pairs_q * -(-problem.seqlen_q // 16)
     launches = (
         Launch.of(before, row_blocks, before.spec.threads),
-        Launch.of(main, pairs_k * -(-problem.seqlen_k // spec.block_k), spec.threads),
+        Launch.of(main, blocks, spec.threads),
         Launch.of(after, row_blocks, after.spec.threads),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0

@@ -87,7 +87,7 @@ def attention_backward(dout, q, k, v, out, lse, /, *, dlse=None, causal=False, w
     p = xp.where(lse == -math.inf, 0.0, xp.exp(logits - xp.where(lse == -math.inf, 0.0, lse)))
     dp = dout @ v.swapaxes(-1, -2)
     delta = (dout * out).sum(axis=-1, keepdims=True)
-    ds = p * (dp - delta + dlse)
+    ds = p * (dp + xp.where(lse == -math.inf, 0.0, dlse - delta))  # a row without keys has no weight to move
     dq = scale * ds @ k
     dk = scale * ds.swapaxes(-1, -2) @ q
     dv = p.swapaxes(-1, -2) @ dout

@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   using Out = typename Choose<kSpec.float32_out, T>::Type;
   const Sizes& s = p.sizes;
   const int q_blocks = (s.seqlen_q + 15) / 16;
-  const int64 index = int64(blockIdx.y) * gridDim.x + blockIdx.x, pair = index / q_blocks;
-  if (pair >= int64(s.batch) * s.heads_q) return;
+  const int64 index = blockIdx.x, pair = index / q_blocks;
   const int block = index % q_blocks, batch = pair / s.heads_q, head = pair % s.heads_q;
 
   float4* sum = reinterpret_cast<float4*>(p.dq_sum + index * (16 * kSpec.head_dim));
@@ -93,8 +92,7 @@ template <class T, PrepareSpec kSpec>
 __global__ void __launch_bounds__(256) finish_backward(const __grid_constant__ BackwardParams p) {
   const Sizes& s = p.sizes;
   const int q_blocks = (s.seqlen_q + 15) / 16;
-  const int64 index = int64(blockIdx.y) * gridDim.x + blockIdx.x, pair = index / q_blocks;
-  if (pair >= int64(s.batch) * s.heads_q) return;
+  const int64 index = blockIdx.x, pair = index / q_blocks;
   const int block = index % q_blocks, batch = pair / s.heads_q, head = pair % s.heads_q;
 
   T* dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch + head * p.dq.head;

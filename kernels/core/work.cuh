@@ -21,6 +21,4 @@ __device__ inline Work find_work(uint32 index, int tiles, int batch, int heads, 
   return {int(descending ? tiles - 1 - tile : tile), int(pair / heads), int(pair % heads), tile < uint32(tiles)};
 }
 
-__device__ inline uint32 block_index() { return blockIdx.y * gridDim.x + blockIdx.x; }
-
 }  // namespace cupyflash

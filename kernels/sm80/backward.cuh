@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Sizes& s = p.sizes;
   const int k_tiles = (s.seqlen_k + kBlockK - 1) / kBlockK, q_tiles = (s.seqlen_q + kBlockQ - 1) / kBlockQ;
   const int heads_k = s.heads_q / s.group;
-  uint32 index = block_index();
+  uint32 index = blockIdx.x;
   if constexpr (kSpec.deterministic) {  // a block may only wait for blocks that have started
     __shared__ uint32 ticket;
     if (threadIdx.x == 0) ticket = atomicAdd(p.turn, 1u);

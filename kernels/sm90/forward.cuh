@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
     give_registers<kSpec.groups <= 2 ? 24 : 32>();
     if (threadIdx.x > 0) return;
     prefetch_map(p.q), prefetch_map(p.k), prefetch_map(p.v);
-    for (uint32 index = block_index(); index < works; index += gridDim.x * gridDim.y) {
+    for (uint32 index = blockIdx.x; index < works; index += gridDim.x) {
       const Work work = find_work(index, q_tiles, s.batch, s.heads_q, s.section, true);
       const TileRange tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
       const int head_k = work.head / s.group;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
     const Turns<kSpec.ping_pong ? kSpec.groups : 1> turns = {group};
     turns.open();
 
-    for (uint32 index = block_index(); index < works; index += gridDim.x * gridDim.y) {
+    for (uint32 index = blockIdx.x; index < works; index += gridDim.x) {
       const Work work = find_work(index, q_tiles, s.batch, s.heads_q, s.section, true);
       const int first_row = work.tile * kBlockQ;
       const TileRange tiles = tiles_of(band, first_row, kBlockQ, kBlockK);
