@@ -376,7 +376,9 @@ def test_cupy_devices_do_not_mix():
 def test_cupy_call(current_device, monkeypatch, device):
     """The backend gets the arrays, on their device; scattered ones are copied; out is written at last."""
     calls = []
-    backend = types.SimpleNamespace(forward=lambda *args: calls.append((*args, len(current_device))))
+    backend = types.SimpleNamespace(
+        forward=lambda *args: calls.append((*args, len(current_device))), keep_for_graph=lambda *args: None
+    )
     monkeypatch.setattr(interop.Home, "backend", backend)
     dout, q, k, v = (cupy_array(x, device) for x in inputs("float16"))
     scattered = layouts(inputs("float16")[2])["last axis first"]
@@ -594,6 +596,14 @@ def test_gpu_layouts(cupy, monkeypatch):
 
 
 @pytest.mark.gpu
+def test_gpu_strides_between_elements(cupy):
+    _, q, k, v = gpu_inputs(cupy)
+    odd = cupy.ndarray(q.shape, q.dtype, cupy.zeros(1 << 20, cupy.uint8).data, (1 << 16, 129, 64, 2))
+    with pytest.raises(ValueError, match="k has strides .*129.*multiples of its 2 bytes"):
+        cupyflash.attention(q, odd, v)
+
+
+@pytest.mark.gpu
 def test_gpu_out(cupy):
     _, q, k, v = gpu_inputs(cupy, "bfloat16")
     expected = cupyflash.attention(q, k, v)
@@ -773,6 +783,24 @@ def test_gpu_graph(cupy):
             stream.synchronize()
             captured = [x.copy() for x in got]
             assert_same_bits(captured, gpu_results(*args))
+
+
+@pytest.mark.gpu
+def test_gpu_graph_keeps_its_workspace(cupy):
+    """A replay writes into nothing that the pool has given to others since the capture."""
+    args = gpu_inputs(cupy)
+    args[0] = cupy.swapaxes(cupy.ascontiguousarray(cupy.swapaxes(args[0], 2, 3)), 2, 3)  # copied by the call
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        gpu_results(*args)
+        stream.begin_capture()
+        got = gpu_results(*args)
+        graph = stream.end_capture()
+        others = [cupy.full(size, 7, cupy.uint8) for size in (1 << n for n in range(9, 24)) for _ in range(4)]
+        graph.launch(stream)
+        stream.synchronize()
+        assert all(bool((x == 7).all()) for x in others)
+        assert_same_bits(got, gpu_results(*args))
 
 
 @pytest.mark.gpu

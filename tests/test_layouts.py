@@ -72,6 +72,28 @@ def test_odd_offsets_of_each_array(backend):
         tools.assert_close(name, backend.host(result), backend.host(expected[name]), 8 * backend.eps)
 
 
+@pytest.mark.parametrize("float32_out", [False, True])
+def test_one_offset_after_another(backend16, float32_out):
+    """B082: each array alone off by 2, 4 and 8 bytes, in calls that differ in nothing else."""
+    x = inputs(backend16, 64, heads_q=1, batch=1)
+    dtype = np.float32 if float32_out else backend16.dtype
+    names = ("dout", "q", "k", "v", "out")
+    arrays = dict(zip(names, (x.dout, *x.qkv, backend16.xp.empty(x.q.shape, dtype))))
+    right = tools.expectation(backend16, *x.qkv, x.dout)
+
+    def moved(array, offset):
+        return laid_out(backend16, array, tools.Layout(offset=offset // array.itemsize))
+
+    for offset in (4, 8):
+        for name in (*names, *reversed(names)):
+            case = arrays | {name: moved(arrays[name], offset)}
+            dout, q, k, v, out = case.values()
+            _, lse = cupyflash.attention(q, k, v, out=out, return_lse=True)
+            gradients = cupyflash.attention_backward(dout, q, k, v, out, lse)
+            for key, result in {"out": out, "lse": lse, **gradients._asdict()}.items():
+                tools.assert_close(key, backend16.host(result), *right[key])
+
+
 def test_broadcast_dout(backend1):
     """B083: dout with every stride 0, transposed, and a slice."""
     x = inputs(backend1, 5, batch=1, heads_q=2, head_dim=8)
