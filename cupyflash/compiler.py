@@ -156,7 +156,7 @@ def _build(variant: Variant):
 
 
 def compile_command(archs: list[str] | None, json: bool) -> int:
-    """Compile what the tables hold and print what the compiler says; return 1 after a spill, a remark or an error, else 0.
+    """Compile what the tables hold and print what the compiler says; return 1 after a spill, remark or error, else 0.
 
     Without `archs`, the present GPU's kernels are built the way a call builds them, which fills CuPy's disk cache;
     without a GPU, those of sm_80 and sm_90 are compiled. Remarks are those of kernels that are compiled without a GPU.
