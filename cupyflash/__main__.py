@@ -17,7 +17,8 @@ pretrained model (extra "demo") the same is done with random weights. The exit c
 every check holds, 1 if one fails, 2 if the run is not possible."""
 COMPILE_DESCRIPTION = """\
 Compile every kernel and print its registers, spills, shared memory and time. On a machine with a GPU this
-also fills the cache on disk. The exit code is 1 if a kernel spills or does not compile."""
+also fills the cache on disk. The exit code is 1 if a kernel spills, does not compile or, on
+Hopper, has its matrix products put in a row by the compiler."""
 
 
 def main(arguments=None):

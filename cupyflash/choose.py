@@ -93,16 +93,22 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def paths(capability: int, nvrtc: tuple[int, int]) -> tuple[str, ...]:
+    """Return the kernel paths that a device can take, the fastest one last."""
+    return PATHS if capability == 90 and nvrtc >= (12, 9) else PATHS[:1]
+
+
 def path(capability: int, nvrtc: tuple[int, int]) -> str:
     """Return the kernel path for a device: its fastest one, or what the environment variable CUPYFLASH_PATH names."""
-    able = ("sm80", "sm90") if capability == 90 and nvrtc >= (12, 9) else ("sm80",)
+    able = paths(capability, nvrtc)
     name = os.environ.get("CUPYFLASH_PATH", able[-1])
     if name not in PATHS:
         raise ValueError(f"CUPYFLASH_PATH={name!r} names no kernel path; there are {', '.join(PATHS)}")
     if name not in able:
         version = ".".join(map(str, nvrtc))
         raise ValueError(
-            f"CUPYFLASH_PATH={name} needs compute capability 9.0 and NVRTC 12.9, not {capability} and {version}"
+            f"CUPYFLASH_PATH={name} needs a GPU of compute capability 9.0 and NVRTC 12.9 or later; here are "
+            f"{capability / 10} and {version}"
         )
     return name
 
@@ -209,8 +215,9 @@ def variants(capability: int) -> Iterator[Variant]:
             for access, float32_out in (*aligned, (16, True)):
                 yield forward(problem, access, float32_out, limit, capability)
             if capability == 90:
-                for right, seqlen_k in ((None, 1), (None, SHORT + 1), (0, 1), (0, SHORT + 1)):
-                    yield hopper_forward(replace(problem, seqlen_k=seqlen_k, right=right), 16, False)
+                masks = [(right, n) for right in (None, 0) for n in (1, SHORT + 1)]
+                masked = [replace(problem, seqlen_k=n, right=right) for right, n in masks]
+                yield from dict.fromkeys(hopper_forward(one, 16, False) for one in masked)
                 yield hopper_forward(problem, 16, True)
                 yield hopper_forward(problem, 2, False)
             for access, deterministic in (*aligned, (16, True)):

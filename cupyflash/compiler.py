@@ -93,6 +93,7 @@ class Report:
     shared_bytes: int
     seconds: float
     cubin: bytes
+    remarks: tuple[str, ...] = ()  # what slows the kernel down: ptxas says so where it makes wgmma wait for each other
 
 
 def compile_offline(variant: Variant, arch: str) -> Report:
@@ -116,7 +117,8 @@ def compile_offline(variant: Variant, arch: str) -> Report:
     seconds = time.perf_counter() - start
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", log))
-    return Report(variant, arch, registers, spills, variant.spec.shared_bytes, seconds, cubin)
+    remarks = tuple(re.findall(r"\(C7\d+\).*", log))
+    return Report(variant, arch, registers, spills, variant.spec.shared_bytes, seconds, cubin, remarks)
 
 
 _kernels: dict = {}
@@ -154,10 +156,10 @@ def _build(variant: Variant):
 
 
 def compile_command(archs: list[str] | None, json: bool) -> int:
-    """Compile what the tables hold and print what the compiler says; return 1 after a spill or an error, else 0.
+    """Compile what the tables hold and print what the compiler says; return 1 after a spill, remark or error, else 0.
 
     Without `archs`, the present GPU's kernels are built the way a call builds them, which fills CuPy's disk cache;
-    without a GPU, those of sm_80 and sm_90 are compiled.
+    without a GPU, those of sm_80 and sm_90 are compiled. Remarks are those of kernels that are compiled without a GPU.
     """
     from . import choose
 
@@ -165,7 +167,7 @@ def compile_command(archs: list[str] | None, json: bool) -> int:
     if device:
         archs = [f"sm_{device}"]
     jobs = [(variant, arch) for arch in archs or ("sm_80", "sm_90") for variant in choose.variants(_capability(arch))]
-    errors, spilled = set(), False
+    errors, slow = set(), False
     columns = ("arch", "registers", "spill_bytes", "shared_bytes", "seconds", "kernel")
     if not json:
         print(("{:>8} " * 5 + "{}").format("arch", "regs", "spills", "shared", "seconds", "kernel"))
@@ -176,7 +178,9 @@ def compile_command(archs: list[str] | None, json: bool) -> int:
                     print(report, file=sys.stderr)
                 errors.add(report)
                 continue
-            spilled |= report.spill_bytes > 0
+            slow |= report.spill_bytes > 0 or bool(report.remarks)
+            for remark in report.remarks:
+                print(f"{variant.expression} for {arch}: {remark}", file=sys.stderr)
             values = (
                 arch,
                 report.registers,
@@ -189,7 +193,7 @@ def compile_command(archs: list[str] | None, json: bool) -> int:
                 print(dumps(dict(zip(columns, values))), flush=True)
             else:
                 print("{:>8} {:>8} {:>8} {:>8} {:>8.2f} {}".format(*values), flush=True)
-    return int(spilled or bool(errors))
+    return int(slow or bool(errors))
 
 
 def _capability(arch: str) -> int:

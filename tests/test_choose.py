@@ -1,11 +1,13 @@
 """Every problem gets a kernel that fits the GPU and whose tiles the warps can share, or an error that says why not."""
 
+import re
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 
-from cupyflash import choose
+from cupyflash import choose, compiler
 from cupyflash.problem import Problem
 
 LIMITS = (49152, 65536, 101376, 166912, 232448)  # bytes of shared memory that a block may have
@@ -27,8 +29,24 @@ def chosen(pass_, limit, head_dim, head_dim_v=None, access=16, option=False):
         return None
 
 
+def wgmma_widths():
+    """Columns of a product that wgmma.cuh has, in both dtypes."""
+    text = (compiler.kernel_dir() / "sm90" / "wgmma.cuh").read_text()
+    widths = [{int(n) for n in re.findall(rf"^WGMMA\({t}, .*?, (\d+),", text, re.M)} for t in ("float16", "bfloat16")]
+    assert widths[0] == widths[1]
+    return widths[0]
+
+
+def is_valid_on_hopper(spec):
+    assert 2 <= spec.groups <= 3 and spec.ping_pong and spec.stages >= 1 and spec.access in (2, 4)
+    assert spec.threads == 128 * (spec.groups + 1) and spec.block_q == 64 * spec.groups
+    return spec.head_dim % 16 == 0 and {spec.block_k, spec.head_dim_v} <= wgmma_widths()
+
+
 def is_valid(spec):
     """Whether the tiles can be cut as the kernels cut them: every piece is a whole number of 16 x 16 blocks."""
+    if isinstance(spec, choose.HopperForwardSpec):
+        return is_valid_on_hopper(spec)
     assert spec.stages in (1, 2) and spec.access in (2, 4, 8, 16)
     assert 32 * spec.warps == spec.threads <= 1024
     assert spec.threads >= 128, "a copy by twos gives each thread of a row of 256 bytes its own column"
@@ -55,6 +73,8 @@ def is_valid(spec):
 
 def fits(spec, limit):
     static = STATIC if getattr(spec, "deterministic", False) else 0
+    if isinstance(spec, choose.HopperForwardSpec):
+        static = 8 * (2 + 4 * spec.stages)  # the barriers
     return spec.shared_bytes + static <= limit and spec.shared_bytes * spec.blocks_per_sm <= limit
 
 
@@ -70,6 +90,54 @@ def test_every_head_dim_fits_or_is_refused(pass_, limit):
         assert is_valid(spec) and fits(spec, limit), spec
         assert spec.head_dim >= d and spec.head_dim_v >= dv and spec.access == access
         assert option == (spec.float32_out if pass_ == "forward" else spec.deterministic)
+
+
+HOPPER_LIMIT = choose.SHARED_LIMIT[90]
+MASKS = {  # right side and keys: those that choose between the tilings of a row
+    "full": (None, 1 << 20),
+    "short": (0, choose.SHORT),
+    "long": (0, choose.SHORT + 1),
+}
+
+
+def hopper(head_dim, head_dim_v=None, mask="full", access=16, float32_out=False, dtype="bfloat16"):
+    right, seqlen_k = MASKS[mask]
+    masked = replace(problem(head_dim, head_dim_v, dtype), right=right, seqlen_k=seqlen_k)
+    return choose.hopper_forward(masked, access, float32_out)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_head_dim_fits_on_hopper(mask):
+    """Both head dims on their own: the larger one picks the row."""
+    assert HOPPER_LIMIT == 232448
+    dims = (1, 8, 15, 16, 17, *range(24, 257, 8), 37, 63, 65, 127, 129, 255)
+    for d, dv in product(dims, dims):
+        spec = hopper(d, dv, mask).spec
+        assert is_valid(spec) and fits(spec, HOPPER_LIMIT), spec
+        assert d <= spec.head_dim < d + 16 and dv <= spec.head_dim_v
+        assert spec.head_dim_v == min(n for n in choose.HOPPER_DIMS_V if n >= dv)
+
+
+def test_the_tilings_of_hopper():
+    limits = sorted(choose.HOPPER_FORWARD)
+    for limit, (d, dv), mask in product(limits, ((1, 1), (1, 0), (0, 1)), MASKS):
+        larger, smaller = limit, 16
+        spec = hopper(larger if d else smaller, larger if dv else smaller, mask).spec
+        tiling = spec.block_k, spec.groups, spec.stages, spec.ping_pong
+        assert tiling == choose.HOPPER_FORWARD[limit][list(MASKS).index(mask)]
+
+
+def test_which_work_is_dealt_by_the_hardware():
+    for (right, seqlen_k), expected in zip(MASKS.values(), (True, True, False)):
+        assert choose.persistent(replace(problem(64), right=right, seqlen_k=seqlen_k)) is expected
+    assert not choose.persistent(replace(problem(64), left=100, seqlen_k=choose.SHORT + 1))
+
+
+@pytest.mark.parametrize("access, stored", [(16, 4), (8, 4), (4, 4), (2, 2)])
+@pytest.mark.parametrize("float32_out", [False, True])
+def test_options_of_hopper(access, stored, float32_out):
+    spec = hopper(64, access=access, float32_out=float32_out).spec
+    assert (spec.access, spec.float32_out) == (stored, float32_out)
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
@@ -101,6 +169,9 @@ def test_shared_bytes():
     spec = choose.forward(problem(96, 64), 16, False, 232448).spec
     assert (spec.block_q, spec.block_k, spec.stages) == (128, 64, 2)
     assert spec.shared_bytes == 2 * (128 * 96 + 2 * 64 * (96 + 64))
+    spec = hopper(96, 40).spec  # rows of 64 columns: one panel after the other, from an address that 1024 divides
+    assert (spec.block_q, spec.block_k, spec.stages, spec.head_dim_v) == (128, 128, 2, 64)
+    assert spec.shared_bytes == 1024 + 2 * (128 * 128 + 2 * 128 * (128 + 64))
     spec = choose.backward(problem(128, 64), 16, False, 232448).spec
     assert (spec.block_q, spec.block_k, spec.stages, spec.p_in_registers) == (64, 128, 2, False)
     keys_and_queries = 2 * (128 * 192 + 2 * 64 * 192)
@@ -126,6 +197,7 @@ def test_no_array_no_shared_memory():
 
 FORWARD = "cupyflash::forward<cupyflash::{}, cupyflash::ForwardSpec{{{}}}>"
 BACKWARD = "cupyflash::backward<cupyflash::{}, cupyflash::BackwardSpec{{{}}}>"
+HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{{{}}}>"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +219,15 @@ BACKWARD = "cupyflash::backward<cupyflash::{}, cupyflash::BackwardSpec{{{}}}>"
                 "float16",
                 ".head_dim=112, .head_dim_v=128, .block_q=128, .block_k=32, .warps=4, .stages=1, .blocks_per_sm=2, "
                 ".q_in_registers=false, .float32_out=true, .access=8",
+            ),
+        ),
+        (
+            hopper(192, 128, dtype="float16"),
+            "sm90/forward.cuh",
+            HOPPER.format(
+                "float16",
+                ".head_dim=192, .head_dim_v=128, .block_k=112, .groups=2, .stages=2, .ping_pong=true, "
+                ".float32_out=false, .access=4",
             ),
         ),
         (
@@ -181,21 +262,48 @@ def test_expression(variant, header, expression):
     assert variant.expression == expression
 
 
-def test_path_from_the_environment(monkeypatch):
+NVRTC = (12, 9), (13, 0), (14, 1)
+
+
+def test_path_of_a_gpu(monkeypatch):
     monkeypatch.delenv("CUPYFLASH_PATH", raising=False)
-    assert choose.path() == choose.PATHS[-1]
+    for nvrtc in NVRTC:
+        assert choose.path(90, nvrtc) == "sm90"
+    others = [capability for capability in (*choose.SHARED_LIMIT, 88, 101, 110, 121) if capability != 90]
+    for capability, nvrtc in product(others, NVRTC):
+        assert choose.path(capability, nvrtc) == "sm80"
+    for nvrtc in ((12, 0), (12, 8)):
+        assert choose.path(90, nvrtc) == "sm80"
+
+
+def test_path_from_the_environment(monkeypatch):
     for name in choose.PATHS:
         monkeypatch.setenv("CUPYFLASH_PATH", name)
-        assert choose.path() == name
+        assert choose.path(90, (12, 9)) == name
+    monkeypatch.setenv("CUPYFLASH_PATH", "sm80")
+    for capability, nvrtc in ((80, (13, 0)), (90, (12, 0)), (100, (13, 0))):
+        assert choose.path(capability, nvrtc) == "sm80"
 
 
-@pytest.mark.parametrize("name", ["", "sm70", "SM80", "sm80 "])
-def test_path_that_does_not_exist(monkeypatch, name):
-    monkeypatch.setenv("CUPYFLASH_PATH", name)
-    choose.forward.cache_clear()
+@pytest.mark.parametrize(
+    "capability, nvrtc, found",
+    [(80, (13, 0), "8.0 and 13.0"), (100, (13, 2), "10.0 and 13.2"), (90, (12, 8), "9.0 and 12.8")],
+)
+def test_path_that_the_gpu_cannot_take(monkeypatch, capability, nvrtc, found):
+    monkeypatch.setenv("CUPYFLASH_PATH", "sm90")
     with pytest.raises(ValueError) as error:
-        choose.forward(problem(64), 16, False, 232448)
-    assert str(error.value) == f"CUPYFLASH_PATH={name!r} names no kernel path; there are {', '.join(choose.PATHS)}"
+        choose.path(capability, nvrtc)
+    needed = "CUPYFLASH_PATH=sm90 needs a GPU of compute capability 9.0 and NVRTC 12.9 or later"
+    assert str(error.value) == f"{needed}; here are {found}"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", ["", "sm70", "SM80", "sm80 ", "sm90a"])
+def test_path_that_does_not_exist(monkeypatch, name, capability):
+    monkeypatch.setenv("CUPYFLASH_PATH", name)
+    with pytest.raises(ValueError) as error:
+        choose.path(capability, (13, 0))
+    assert str(error.value) == f"CUPYFLASH_PATH={name!r} names no kernel path; there are sm80, sm90"
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120, 130])
@@ -205,14 +313,21 @@ def test_variants(capability):
     assert {variant.dtype for variant in variants} == {"float16", "bfloat16"} - (
         {"bfloat16"} if capability < 80 else set()
     )
-    assert {variant.template for variant in variants} == {"forward", "backward", "prepare_backward", "finish_backward"}
+    templates = {"forward", "backward", "prepare_backward", "finish_backward"}
+    assert {variant.template for variant in variants} == templates | ({"hopper_forward"} if capability == 90 else set())
     assert len(set(variants)) == len(variants)
     for variant in variants:
-        if variant.template in ("forward", "backward"):
+        if variant.template in ("forward", "hopper_forward", "backward"):
             assert is_valid(variant.spec) and fits(variant.spec, limit)
     for table, pass_ in ((choose.FORWARD, "forward"), (choose.BACKWARD, "backward")):
         dims = {variant.spec.head_dim for variant in variants if variant.template == pass_}
         assert dims == {d for d in table if chosen(pass_, limit, d)}
+    if capability == 90:
+        specs = [variant.spec for variant in variants if variant.template == "hopper_forward"]
+        for limit, tilings in choose.HOPPER_FORWARD.items():
+            own = [s for s in specs if min(n for n in choose.HOPPER_FORWARD if n >= s.head_dim) == limit]
+            assert {(s.block_k, s.groups, s.stages, s.ping_pong) for s in own} == set(tilings)
+            assert {s.float32_out for s in own} == {False, True}
 
 
 # --- access: the widest load that every row is aligned to

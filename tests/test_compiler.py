@@ -22,7 +22,7 @@ from cupyflash.problem import Problem
 needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.nvrtc_missing()))
 KERNELS = compiler.kernel_dir()
 HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
-TOP_HEADERS = ("any/around_backward.cuh", *(f"{p}/{n}.cuh" for p in choose.PATHS for n in ("forward", "backward")))
+TOP_HEADERS = ("any/around_backward.cuh", "sm80/forward.cuh", "sm80/backward.cuh", "sm90/forward.cuh")
 LIMIT = 232448
 
 
@@ -34,6 +34,11 @@ def forward(head_dim=64, head_dim_v=None, dtype="float16", access=16, float32_ou
 def backward(head_dim=64, head_dim_v=None, dtype="float16", access=16, deterministic=False, limit=LIMIT):
     problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v or head_dim, 1.0)
     return choose.backward(problem, access, deterministic, limit)
+
+
+def hopper_forward(head_dim=64, head_dim_v=None, dtype="float16", access=16, float32_out=False, right=None):
+    problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v or head_dim, 1.0, right=right)
+    return choose.hopper_forward(problem, access, float32_out)
 
 
 @pytest.fixture
@@ -59,9 +64,23 @@ def test_header(header):
     code = re.sub(r"//.*", "", text)
     instructions = re.findall(r"\basm\b(?:\s+volatile)?\s*\(\s*(\"[^\"]*\")", code)
     assert len(instructions) == len(re.findall(r"\basm\b", code))
-    if not header.endswith("/ptx.cuh"):
+    if header == "sm90/wgmma.cuh":  # nothing but one instruction and the predicate that it takes
+        texts = re.findall(r"\basm volatile\((.*?):", re.sub(r"\s*\\\n\s*", " ", code))
+        assert len(texts) == len(instructions) == 2
+        for text in texts:
+            written = "".join(re.findall(r'"([^"]*)"', text)).replace("{ .reg .pred p;", "")
+            executed = [line.split()[0] for line in written.split(";") if line.strip(" }")]
+            assert executed[:-1] in ([], ["setp.ne.b32"])
+            assert executed[-1].startswith("wgmma.mma_async.sync.aligned.m64n")
+    elif not header.endswith("/ptx.cuh"):
         empty = header == "core/types.cuh"  # opaque() keeps a value from the optimizer and executes nothing
         assert set(instructions) <= ({'""'} if empty else set()), "PTX belongs into ptx.cuh"
+
+
+def test_top_headers():
+    """They are what the tables hold, on any GPU."""
+    variants = [variant for capability in choose.SHARED_LIMIT for variant in choose.variants(capability)]
+    assert {variant.header for variant in variants} == set(TOP_HEADERS)
 
 
 def test_no_other_files():
@@ -115,7 +134,7 @@ def test_missing_sources_are_named(kernels):
 def test_an_error_names_file_and_line(kernels):
     path = kernels / "core" / "softmax.cuh"
     lines = path.read_text().splitlines()
-    at = next(i for i, line in enumerate(lines) if "raise_top(scores, out, scale_log2);" in line)
+    at = next(i for i, line in enumerate(lines) if "__any_sync(kFullWarp, grew)" in line)
     lines[at] = "    no_such_function();"
     path.write_text("\n".join(lines))
     with pytest.raises(RuntimeError) as error:
@@ -145,7 +164,7 @@ def same_struct(name, dtype, nested):
         lines.append(f"static_assert(OFFSET({struct_}, {field}) == {offset});")
         if kind.str[1:] == "u8":
             lines.append(f"static_assert(Pointer<{member}>::value && sizeof({member}) == 8);")
-        else:
+        else:  # an array of one dtype is nested too: a tensor map
             cpp = nested.get(kind) or CPP_TYPES[kind.str[1:]]
             lines.append(f"static_assert(Same<{member}, {cpp}>::value);")
     return lines + same_count(name, len(dtype.fields))
@@ -168,7 +187,7 @@ def same_spec(record):
 
 
 def compile_twins(lines):
-    tools.nvrtc_compile(compiler.source("sm80/backward.cuh") + TWINS_HEADER + "\n".join(lines), (), "sm_90")
+    tools.nvrtc_compile(compiler.source("sm90/forward.cuh") + TWINS_HEADER + "\n".join(lines), (), "sm_90a")
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +201,7 @@ def test_struct_twins(launch):
         launch.ARRAY: "cupyflash::Array",
         launch.ROW_ARRAY: "cupyflash::RowArray",
         launch.SIZES: "cupyflash::Sizes",
+        launch.MAP: "cupyflash::TensorMap",
     }
     twins = {
         "Array": launch.ARRAY,
@@ -189,8 +209,36 @@ def test_struct_twins(launch):
         "Sizes": launch.SIZES,
         "ForwardParams": launch.FORWARD_PARAMS,
         "BackwardParams": launch.BACKWARD_PARAMS,
+        "HopperForwardParams": launch.HOPPER_FORWARD_PARAMS,
     }
-    compile_twins([line for name, dtype in twins.items() for line in same_struct(name, dtype, nested)])
+    lines = [line for name, dtype in twins.items() for line in same_struct(name, dtype, nested)]
+    for name, dtype, alignment in (
+        ("TensorMap", launch.MAP, 64),
+        ("HopperForwardParams", None, 64),
+        ("Array", None, 8),
+    ):
+        lines.append(f"static_assert(alignof(cupyflash::{name}) == {alignment});")
+        if dtype:
+            lines.append(f"static_assert(sizeof(cupyflash::{name}) == {dtype.itemsize});")
+    compile_twins(lines)
+
+
+def moved(dtype, by):
+    fields = [dtype.fields[name] for name in dtype.names]
+    offsets = [offset + by * (kind == dtype["out"]) for kind, offset in fields]
+    names, formats = list(dtype.names), [kind for kind, _ in fields]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": dtype.itemsize})
+
+
+@needs_nvrtc
+def test_a_wrong_twin_of_the_struct_of_hopper_is_seen(launch):
+    right = launch.HOPPER_FORWARD_PARAMS
+    nested = {launch.ARRAY: "cupyflash::Array", launch.ROW_ARRAY: "cupyflash::RowArray"}
+    nested |= {launch.SIZES: "cupyflash::Sizes", launch.MAP: "cupyflash::TensorMap"}
+    smaller = np.dtype({"names": ["q"], "formats": [launch.MAP], "offsets": [0], "itemsize": 448})
+    for wrong in (moved(right, 8), renamed(right, "q", "queries"), smaller):
+        with pytest.raises(RuntimeError, match="static assertion failed|has no member|more elements than"):
+            compile_twins(same_struct("HopperForwardParams", wrong, nested))
 
 
 def renamed(dtype, old, new):
@@ -221,7 +269,7 @@ def test_a_wrong_struct_twin_is_seen(launch, wrong):
         compile_twins(same_struct("Sizes", wrong(launch.SIZES), {}))
 
 
-SPECS = (spec.ForwardSpec, spec.BackwardSpec, spec.PrepareSpec)
+SPECS = (spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec, spec.PrepareSpec)
 
 
 @needs_nvrtc
@@ -264,6 +312,7 @@ def test_a_tile_that_is_no_multiple_of_16_is_refused():
 # --- The machine code
 
 HMMA = 0x23C  # low 12 bits of a 16-byte instruction: HMMA.16816 and HMMA.1688
+HGMMA = (0x9F0, 0xDF0)  # with the left operand in shared memory, and in registers
 LOCAL = (0x387, 0x983)  # STL, LDL
 
 
@@ -293,11 +342,24 @@ def products(variant):
     return 0
 
 
+def group_products(variant):
+    """Those of a warpgroup, q k^T and then P v: the first or the last tile outside of the loop, the others in it."""
+    s = variant.spec
+    return (2 * (s.head_dim // 16), 2 * (s.block_k // 16)) if variant.template == "hopper_forward" else (0, 0)
+
+
 def some_variants(capability):
     """Every pass and option once, and the head dims at which the tiles change."""
     limit = choose.SHARED_LIMIT[capability]
     dtype = "float16" if capability < 80 else "bfloat16"
     other = "float16"
+    on_hopper = [
+        hopper_forward(64, dtype=dtype),
+        hopper_forward(64, dtype=other, right=0),
+        hopper_forward(40, 96, dtype=other, access=2),
+        hopper_forward(192, 128, dtype=other),
+        hopper_forward(256, dtype=dtype, float32_out=True),
+    ]
     main = backward(128, dtype=dtype, limit=limit)
     return [
         *(forward(d, dtype=dtype, limit=limit) for d in (64, 128)),
@@ -309,6 +371,7 @@ def some_variants(capability):
         backward(64, dtype=other, deterministic=True, access=4, limit=limit),
         backward(192, 64, dtype=other, access=8, limit=limit),
         *choose.around_backward(main, True),
+        *(on_hopper if capability == 90 else ()),
     ]
 
 
@@ -321,7 +384,9 @@ def test_variants_compile_without_spills(arch):
     for report in reports:
         variant, found = report.variant, instructions(report.cubin)
         about = f"{variant.expression} for {arch}"
-        assert report.arch == arch and report.shared_bytes == variant.spec.shared_bytes
+        assert report.arch == ("sm_90a" if variant.header.startswith("sm90/") else arch)
+        assert report.shared_bytes == variant.spec.shared_bytes
+        assert not report.remarks, f"{about}: {report.remarks}"
         assert report.spill_bytes == 0, f"{about} spills {report.spill_bytes} bytes"
         assert not any(found[0][opcode] for opcode in LOCAL), f"{about} uses local memory"
         assert capability in found[1], f"{about} is code for another GPU"
@@ -330,6 +395,25 @@ def test_variants_compile_without_spills(arch):
         assert report.registers * variant.spec.threads * blocks <= 65536, f"{about} does not fit the register file"
         per_product = 2 if capability < 80 else 1
         assert found[0][HMMA] == per_product * products(variant), f"{about} multiplies elsewhere"
+        assert tuple(found[0][opcode] for opcode in HGMMA) == group_products(variant), f"{about} multiplies elsewhere"
+
+
+@needs_nvrtc
+def test_serialised_products_are_seen(kernels):
+    """Scores that are read while their product is on its way make the compiler wait after each product."""
+    path = kernels / "sm90" / "forward.cuh"
+    text = path.read_text()
+    assert text.count("wgmma_wait<1>();") == 1
+    path.write_text(text.replace("wgmma_wait<1>();", ""))
+    (remark,) = compiler.compile_offline(hopper_forward(), "sm_90").remarks
+    assert remark.startswith("(C7514)") and "serialized" in remark and "\n" not in remark
+
+
+def test_options_of_a_kernel():
+    """Machine code of Hopper's own instructions runs on Hopper alone."""
+    assert compiler.options(hopper_forward()) == ("-std=c++20", "-arch=sm_90a")
+    for variant in (forward(), backward(), *choose.around_backward(backward(), True)):
+        assert compiler.options(variant) == ("-std=c++20",)
 
 
 # --- Targets: a GPU that is too old or too new for the kernels or for NVRTC
@@ -456,7 +540,8 @@ def command(monkeypatch, capsys):
             outcome = outcomes[variants.index(variant)]
             if isinstance(outcome, Exception):
                 raise outcome
-            return compiler.Report(variant, arch, 100, outcome, variant.spec.shared_bytes, 0.5, b"")
+            spills, remarks = (0, outcome) if isinstance(outcome, tuple) else (outcome, ())
+            return compiler.Report(variant, arch, 100, spills, variant.spec.shared_bytes, 0.5, b"", remarks)
 
         monkeypatch.setattr(compiler, "compile_offline", compile_offline)
         code = compiler.compile_command(list(archs), as_json)
@@ -496,6 +581,14 @@ def test_command_fails_after_a_spill(command):
     code, lines, errors = command([0, 8, 0])
     assert code == 1 and not errors
     assert [json.loads(line)["spill_bytes"] for line in lines] == [0, 8, 0]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_command_fails_after_a_remark(command, as_json):
+    code, lines, errors = command([0, ("(C7510) serialized", "(C7514) as well"), 0], as_json=as_json)
+    about = f"{command.variants[1].expression} for sm_80"
+    assert code == 1 and errors == [f"{about}: (C7510) serialized", f"{about}: (C7514) as well"]
+    assert len(lines) == (3 if as_json else 4)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("bad kernel"), NotImplementedError("bad kernel")])

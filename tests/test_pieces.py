@@ -5,6 +5,7 @@ The kernels are compiled without a GPU too, so that a test which no longer fits 
 
 import functools
 import math
+import re
 from dataclasses import dataclass
 from itertools import product
 
@@ -15,6 +16,7 @@ import tools
 from cupyflash import compiler
 
 gpu = pytest.mark.gpu
+hopper = pytest.mark.skipif("sm90" not in tools.CUDA_PATHS, reason="needs a Hopper GPU")
 DTYPES16 = ("float16", "bfloat16")
 
 
@@ -34,7 +36,7 @@ class Piece:
     def kernels(self):
         import cupy
 
-        module = cupy.RawModule(code=self.source, options=compiler.OPTIONS, name_expressions=self.expressions)
+        module = cupy.RawModule(code=self.source, options=compiler.options(self), name_expressions=self.expressions)
         return {expression: module.get_function(expression) for expression in self.expressions}
 
     def run(self, expression, grid, block, *arguments):
@@ -166,24 +168,19 @@ __global__ void hide(float* out, const int* first, const int* last, int first_ro
   write(acc, out);
 }
 
-struct Target {
-  char* data;
-  int64 stride;
-  int rows, cols;
-};
-struct Short {
+struct Short : Half {
   unsigned short bits;
-  static __device__ uint32 pack(float low, float) { return uint32(low); }
 };
-template <class Out>
+template <class Out, int kAccess>
 __global__ void store(char* data, int64 stride, int rows, int cols, int row, int col) {
-  store_direct<Out>(numbered<32>(), Target{data, stride, rows, cols}, row, col);
+  store_direct<Out, kAccess>(numbered<32>(), Matrix{data, stride, rows, cols}, row, col);
 }
 """,
     (
         *(f"{name}<{cols}>" for name in ("rows_and_columns", "scale", "operand", "hide") for cols in (16, 48, 128)),
-        "store<float>",
-        "store<Short>",
+        "store<float, 4>",
+        "store<Short, 2>",
+        "store<Short, 4>",
     ),
 )
 COLS = pytest.mark.parametrize("cols", [16, 48, 128])
@@ -240,18 +237,20 @@ def test_accumulator_hide(cols, first_row, first_col):
 
 
 @gpu
-@pytest.mark.parametrize("out_type, dtype", [("float", np.float32), ("Short", np.uint16)])
+@pytest.mark.parametrize("out_type, access", [("float", 4), ("Short", 2), ("Short", 4)])
 @pytest.mark.parametrize("rows, cols", [(48, 96), (17, 33), (31, 47), (16, 96), (40, 32), (33, 41)])
-def test_store_direct(out_type, dtype, rows, cols):
+def test_store_direct(out_type, access, rows, cols):
     row, col = 16, 32
-    buffer = nans((48, 101), dtype)
-    nothing = buffer.get()
-    start, stride = 3, 101 * np.dtype(dtype).itemsize  # aligned to the elements and no better
-    data = buffer.ravel()[start:]
-    ACCUMULATOR.run(f"store<{out_type}>", 1, 32, data, np.int64(stride), *ints(rows, cols, row, col))
-    expected = nothing.ravel().copy()
+    dtype = np.dtype(np.float32 if out_type == "float" else np.uint16)
+    step = access // dtype.itemsize  # elements of a store: aligned to them and no better, and a multiple of them
+    cols = cols // step * step
+    start, width = 3 * step, 101 * step
+    buffer = nans((48, width), dtype)
+    expected = buffer.get().ravel()
+    arguments = np.int64(width * dtype.itemsize), *ints(rows, cols, row, col)
+    ACCUMULATOR.run(f"store<{out_type}, {access}>", 1, 32, buffer.ravel()[start:], *arguments)
     for r, c in product(range(row, min(row + 16, rows)), range(col, min(col + 32, cols))):
-        expected[start + r * 101 + c] = 1000 * (r - row) + c - col
+        expected[start + r * width + c] = 1000 * (r - row) + c - col
     assert np.array_equal(buffer.get().ravel().view(np.uint8), expected.view(np.uint8))
 
 
@@ -280,8 +279,20 @@ __global__ void ranges(const int* cases, int* out, int count) {
   put(out + 8 * i + 4, queries_of_any(band, {c[6], c[7]}));
   put(out + 8 * i + 6, queries_of_all(band, {c[6], c[7]}));
 }
+
+// Of each case: low, high, seqlen_q, seqlen_k, first row, rows of a query tile, keys of a key tile.
+template <int>
+__global__ void tiles(const int* cases, int* out, int count) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  const int* c = cases + 7 * i;
+  Sizes sizes{};
+  sizes.low = c[0], sizes.high = c[1], sizes.seqlen_q = c[2], sizes.seqlen_k = c[3];
+  const TileRange range = tiles_of(Band(sizes), c[4], c[5], c[6]);
+  out[2 * i] = range.first, out[2 * i + 1] = range.last;
+}
 """,
-    ("ranges<0>",),
+    ("ranges<0>", "tiles<0>"),
 )
 UNBOUNDED = 1 << 30
 
@@ -313,6 +324,23 @@ def test_band():
         expected = rows.any(0), rows.all(0), keys.any(1), keys.all(1)
         for (first, last), places in zip(got, map(np.flatnonzero, expected)):
             assert list(range(first, last + 1)) == places.tolist(), (case, got)
+
+
+@gpu
+def test_key_tiles():
+    """Those in which a row of the query tile sees a key, and no others."""
+    cases = sorted(
+        {(*case[:5], block_q, block_k) for case, block_q, block_k in product(bands(), (1, 4, 16), (1, 2, 4, 16))}
+    )
+    cases = [case for case in cases if case[4] % case[5] == 0]
+    out = nans((len(cases), 2), np.int32)
+    arguments = to_gpu(np.array(cases, np.int32)), out, np.int32(len(cases))
+    BAND.run("tiles<0>", -(-len(cases) // 128), 128, *arguments)
+    for case, (first, last) in zip(cases, out.get().tolist()):
+        low, high, seqlen_q, seqlen_k, row, block_q, block_k = case
+        i, j = np.arange(seqlen_q)[row : row + block_q, None], np.arange(seqlen_k)
+        keys = np.flatnonzero(((j >= i + low) & (j <= i + high)).any(0))
+        assert list(range(first, last + 1)) == sorted(set((keys // block_k).tolist())), (case, first, last)
 
 
 # --- Work
@@ -391,7 +419,8 @@ __global__ void softmax(const float* scores, int tiles, float scale, float* out,
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           x[t].x[j][i] = scores[(16 * t + x[t].row(i / 2)) * kCols + 8 * j + x[t].col() + i % 2];
-    online.update(x, sums, scale * kLog2E);
+    if (online.raise(x, scale * kLog2E)) online.rescale(sums);
+    online.exponentiate(x, scale * kLog2E);
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
@@ -826,6 +855,183 @@ def test_negate():
     assert np.array_equal(out.get(), values ^ 0x8000)
 
 
+# --- Hopper: the copy engine, and products of a warpgroup
+
+WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 224, 256)
+BOX_ROWS = (64, 80, 128, 192)
+WARPGROUP_K = 64
+HOPPER = Piece(
+    "sm90/forward.cuh",
+    """
+constexpr int K = 64;
+struct Maps {
+  TensorMap left, right;
+};
+
+// Element (row, col) of a panel of 64 columns, which begins at a multiple of 1024 bytes.
+__device__ int place(int row, int col) { return row * 64 + ((col / 8) ^ (row % 8)) * 8 + col % 8; }
+
+__device__ Ring<1> new_ring(uint64* barriers) {
+  const Ring<1> ring(shared_address(barriers));
+  if (threadIdx.x == 0) {
+    ring.init(1);
+    fence_barrier_init();
+  }
+  __syncthreads();
+  return ring;
+}
+
+template <int kRows>
+__global__ void box(const __grid_constant__ TensorMap map, int col, int row, int head, int batch, unsigned short* out) {
+  __shared__ __align__(1024) unsigned short shared[kRows * 64];
+  __shared__ uint64 barriers[2];
+  for (int i = threadIdx.x; i < kRows * 64; i += blockDim.x) shared[i] = 0xffff;
+  asm volatile("fence.proxy.async;" ::: "memory");  // the NaN before what the copy engine writes
+  const Ring<1> ring = new_ring(barriers);
+  if (threadIdx.x == 0) copy_box(shared_address(shared), map, ring.acquire(sizeof(shared)), col, row, head, batch);
+  ring.wait();
+  for (int i = threadIdx.x; i < kRows * 64; i += blockDim.x) out[i] = shared[place(i / 64, i % 64)];
+}
+
+template <int kN>
+__device__ void fill(Accumulator<kN>& acc, float value) {
+  for (int j = 0; j < kN / 8; ++j)
+    for (int i = 0; i < 4; ++i) acc.x[j][i] = value;
+}
+template <int kN>
+__device__ void write(const Accumulator<kN>& acc, float* out) {
+  for (int j = 0; j < kN / 8; ++j)
+    for (int i = 0; i < 4; ++i)
+      out[(16 * warp_index() + acc.row(i / 2)) * kN + 8 * j + acc.col() + i % 2] = acc.x[j][i];
+}
+
+// out (64 x kN) = left (64 x K) right^T, right (kN x K), added to `before` or in its place.
+template <class T, int kN>
+__global__ void __launch_bounds__(128)
+    dot_rows(const __grid_constant__ Maps maps, float before, int accumulate, float* out) {
+  __shared__ __align__(1024) char left[64 * 128];
+  __shared__ __align__(1024) char right[kN * 128];
+  __shared__ uint64 barriers[2];
+  const Ring<1> ring = new_ring(barriers);
+  if (threadIdx.x == 0) {
+    const uint32 full = ring.acquire(sizeof(left) + sizeof(right));
+    copy_tile<64, K>(shared_address(left), maps.left, full, 0, 0, 0);
+    copy_tile<kN, K>(shared_address(right), maps.right, full, 0, 0, 0);
+  }
+  ring.wait();
+  Accumulator<kN> acc;
+  fill(acc, before);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < K / 16; ++step)
+    Wgmma<T, kN>::dot_rows(acc.x, descriptor(shared_address(left) + 32 * step, 16),
+                           descriptor(shared_address(right) + 32 * step, 16), step > 0 || accumulate);
+  wgmma_commit();
+  wgmma_wait<0>();
+  write(acc, out);
+}
+
+// out (64 x kN) = before + left (64 x K) right, right (K x kN).
+template <class T, int kN>
+__global__ void __launch_bounds__(128)
+    times(const __grid_constant__ Maps maps, const uint32* left, float before, float* out) {
+  __shared__ __align__(1024) char right[panels(kN) * K * 128];
+  __shared__ uint64 barriers[2];
+  const Ring<1> ring = new_ring(barriers);
+  if (threadIdx.x == 0) {
+    const uint32 full = ring.acquire(sizeof(right));
+    copy_tile<K, kN>(shared_address(right), maps.right, full, 0, 0, 0);
+  }
+  uint32 a[K / 16][4];
+#pragma unroll
+  for (int step = 0; step < K / 16; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 16 * warp_index() + lane_index() / 4 + 8 * (i % 2);
+      a[step][i] = left[(row * K + 16 * step + 2 * (lane_index() % 4) + 8 * (i / 2)) / 2];
+    }
+  ring.wait();
+  Accumulator<kN> acc;
+  fill(acc, before);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < K / 16; ++step)
+    Wgmma<T, kN>::times(acc.x, a[step], descriptor(shared_address(right) + 2048 * step, K * 128));
+  wgmma_commit();
+  wgmma_wait<0>();
+  write(acc, out);
+}
+""",
+    (
+        *(f"box<{rows}>" for rows in BOX_ROWS),
+        *(f"{n}<cupyflash::{t}, {width}>" for n in ("dot_rows", "times") for t in DTYPES16 for width in WIDTHS),
+    ),
+)
+
+
+def tensor_maps(*arrays):
+    """The maps of arrays on the GPU in one argument of a kernel; each array with the rows of its boxes."""
+    from cupyflash import tensor_map
+
+    words = np.concatenate([tensor_map.encode(x, dtype, rows) for x, dtype, rows in arrays])
+    return words.view(np.dtype(("V", words.nbytes)))
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("rows", BOX_ROWS)
+@pytest.mark.parametrize("seqlen, head_dim", [(192, 64), (100, 72), (1, 40), (257, 128), (81, 200)])
+def test_copy_box(rows, seqlen, head_dim):
+    """What is beyond the last row or column is zero, though the array goes on in memory with another head or batch."""
+    values = np.random.default_rng(rows).integers(1, 0x7000, (2, seqlen, 3, head_dim), dtype=np.uint16)
+    x = to_gpu(values)
+    map_ = tensor_maps((x, "float16", rows))
+    for row, col in product((0, seqlen // 2, seqlen - 1, seqlen), range(0, head_dim, 64)):
+        for head, batch in ((0, 0), (2, 0), (1, 1)):
+            out = nans((rows, 64), np.uint16)
+            HOPPER.run(f"box<{rows}>", 1, 128, map_, *ints(col, row, head, batch), out)
+            expected = np.zeros((rows, 64), np.uint16)
+            part = values[batch, row : row + rows, head, col : col + 64]
+            expected[: part.shape[0], : part.shape[1]] = part
+            assert np.array_equal(out.get(), expected), (row, col, head, batch)
+
+
+@gpu
+@hopper
+@pytest.mark.parametrize("dtype", DTYPES16)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("exact", [True, False], ids=["integers", "normal"])
+def test_warpgroup_products(width, dtype, exact):
+    rng = np.random.default_rng(width)
+
+    def values(*shape):
+        numbers = rng.integers(-8, 9, shape) if exact else rng.standard_normal(shape)
+        return bits16(numbers.astype(np.float64), dtype)
+
+    left, rows, columns = values(64, WARPGROUP_K), values(width, WARPGROUP_K), values(WARPGROUP_K, width)
+    a, b, c = (floats16(bits, dtype) for bits in (left, rows, columns))
+    on_gpu = [to_gpu(bits[None, :, None, :]) for bits in (left, rows, columns)]
+    name = f"<cupyflash::{dtype}, {width}>"
+    before = np.float32(3)
+    for accumulate in (0, 1):
+        maps = tensor_maps((on_gpu[0], dtype, 64), (on_gpu[1], dtype, width))
+        out = nans((64, width))
+        HOPPER.run(f"dot_rows{name}", 1, 128, maps, before, np.int32(accumulate), out)
+        allowed = 0 if exact else 4e-6 * (3 + np.abs(a) @ np.abs(b.T)).max()
+        tools.assert_close("dot_rows", out.get().astype(np.float64), a @ b.T + 3 * accumulate, allowed)
+    maps = tensor_maps((on_gpu[0], dtype, 64), (on_gpu[2], dtype, WARPGROUP_K))
+    out = nans((64, width))
+    HOPPER.run(f"times{name}", 1, 128, maps, on_gpu[0], before, out)
+    allowed = 0 if exact else 4e-6 * (3 + np.abs(a) @ np.abs(c)).max()
+    tools.assert_close("times", out.get().astype(np.float64), 3 + a @ c, allowed)
+
+
+def test_every_width_of_a_warpgroup_product():
+    text = (compiler.kernel_dir() / "sm90" / "wgmma.cuh").read_text()
+    found = re.findall(r"^WGMMA\((\w+), .*?, (\d+),", text, re.MULTILINE)
+    assert sorted(found) == sorted((dtype, str(width)) for dtype in DTYPES16 for width in WIDTHS)
+
+
 # --- Without a GPU
 
 PIECES = {
@@ -837,6 +1043,7 @@ PIECES = {
     "layout": LAYOUT,
     "copy": COPY,
     "product": PRODUCT,
+    "hopper": HOPPER,
 }
 
 
@@ -845,7 +1052,8 @@ PIECES = {
 def test_kernels_compile(name):
     piece = PIECES[name]
     assert len(set(piece.expressions)) == len(piece.expressions)
-    assert tools.nvrtc_compile(piece.source, piece.expressions, "sm_90")[:4] == b"\x7fELF"
+    arch = "sm_90a" if piece.header.startswith("sm90/") else "sm_90"
+    assert tools.nvrtc_compile(piece.source, piece.expressions, arch)[:4] == b"\x7fELF"
 
 
 def test_core_knows_no_architecture():

@@ -13,7 +13,7 @@ import numpy as np
 
 import cupyflash
 from cupyflash import checks, compiler, reference
-from cupyflash.choose import PATHS
+from cupyflash.choose import PATHS, paths
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {name: np.dtype(name) for name in ("float16", "float32", "float64")} | {
@@ -76,7 +76,7 @@ def _cuda_paths():
         return PATHS
     import cupy
 
-    return PATHS if cupy.cuda.Device(0).compute_capability == "90" else PATHS[:1]
+    return paths(int(cupy.cuda.Device(0).compute_capability), cupy.cuda.nvrtc.getVersion())
 
 
 CUDA_PATHS = _cuda_paths()  # the kernel paths that the tests marked gpu run
