@@ -127,7 +127,7 @@ class _Stack:
 
     def fold(self, x, rows=slice(None)):
         """These heads of `(batch, seqlen, heads, width)`, as `(batch, heads_k, group * seqlen, width)`."""
-        x = np.ascontiguousarray(self._grouped(x, rows).transpose(0, 2, 3, 1, 4), self.dtype)
+        x = np.asarray(self._grouped(x, rows).transpose(0, 2, 3, 1, 4), self.dtype)
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def fold_queries(self, q, rows):
@@ -153,12 +153,13 @@ class _Stack:
         return logits
 
     def _hidden(self, rows, tile):
-        ahead = np.arange(tile.start, tile.stop)[:, None] - np.arange(rows.start, rows.stop) - self.problem.diagonal
-        hidden = np.zeros(ahead.shape, bool)
+        key = np.arange(tile.start, tile.stop)[:, None]
+        diagonal = np.arange(rows.start, rows.stop) + self.problem.diagonal
+        hidden = np.zeros((key.size, diagonal.size), bool)
         if self.problem.right is not None:
-            hidden |= ahead > self.problem.right
+            hidden |= key > diagonal + self.problem.right
         if self.problem.left is not None:
-            hidden |= ahead < -self.problem.left
+            hidden |= key < diagonal - self.problem.left
         return hidden
 
 
