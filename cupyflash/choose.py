@@ -39,7 +39,7 @@ FORWARD = {
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 
-# Hopper, head_dim up to: (block_k, groups, stages, blocks_per_sm, ping_pong) of full and of banded problems, of up to
+# Hopper, head_dim up to: (block_k, groups, stages, ping_pong) of full and of banded problems, of up to
 # SHORT keys and of more. Relative to cuDNN 9.19 in the same run, bfloat16, lengths 512 / 1024 / 4096, full then causal:
 #   64: 0.98 1.04 1.18, 0.85 0.86 1.04   96: 1.05 1.10 1.28, 1.10 1.15 1.21   128: 0.97 1.05 1.09, 0.93 1.02 1.11
 #   192: 1.06 1.17 1.21, 0.88 0.98 1.26  256: 0.92 1.12 1.18, 0.99 1.03 1.14
@@ -55,11 +55,11 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 # Causal 64 at 512 is the weakest: 2.5 tiles of keys for each tile of queries, so that the first scores and the last
 # values, which nothing overlaps, weigh most.
 HOPPER_FORWARD = {
-    64: ((128, 3, 2, 1, True), (128, 3, 2, 1, True), (128, 2, 2, 1, True), (128, 3, 2, 1, True)),
-    96: ((128, 2, 2, 1, True), (96, 3, 2, 1, True), (128, 2, 2, 1, True), (96, 3, 2, 1, True)),
-    128: ((128, 2, 2, 1, True),) * 4,
-    192: ((96, 2, 2, 1, True),) * 4,
-    256: ((80, 2, 2, 1, True), (80, 2, 2, 1, True), (64, 2, 2, 1, True), (80, 2, 2, 1, True)),
+    64: ((128, 3, 2, True), (128, 3, 2, True), (128, 2, 2, True), (128, 3, 2, True)),
+    96: ((128, 2, 2, True), (96, 3, 2, True), (128, 2, 2, True), (96, 3, 2, True)),
+    128: ((128, 2, 2, True),) * 4,
+    192: ((96, 2, 2, True),) * 4,
+    256: ((80, 2, 2, True), (80, 2, 2, True), (64, 2, 2, True), (80, 2, 2, True)),
 }
 SHORT = 2048
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulator of out

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cupy
 import numpy as np
@@ -36,7 +36,7 @@ SIZES = np.dtype(
             "section",
         )
     ]
-    + [("scale", "f4"), ("scale_log2", "f4"), ("negate", "i4")],
+    + [("scale", "f4"), ("scale_log2", "f4")],
     align=True,
 )
 FORWARD_PARAMS = np.dtype(
@@ -115,6 +115,10 @@ class Plan:
 
 def forward(problem: Problem, q, k, v, out, lse) -> None:
     """Write ``out`` and, unless it is None, ``lse``."""
+    if problem.scale < 0:  # the kernels take the maximum before they scale
+        negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
+        keep_for_graph(negated)
+        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse)
     offsets = (q.data.ptr & 15, k.data.ptr & 15, v.data.ptr & 15, out.data.ptr & 15)
     lse_strides = None if lse is None else lse.strides
     device = cupy.cuda.runtime.getDevice()
@@ -188,16 +192,13 @@ def _fill(params: np.ndarray, name: str, x) -> None:
             record[field] = step
 
 
-def _sizes(problem: Problem, section: int, forward_pass: bool):
+def _sizes(problem: Problem, section: int):
     low = -UNBOUNDED if problem.left is None else problem.diagonal - problem.left
     high = UNBOUNDED if problem.right is None else problem.diagonal + problem.right
-    used = max(abs(problem.scale), TINY)
-    if problem.scale < 0 and not forward_pass:  # the forward negates q instead
-        used = -used
+    used = math.copysign(max(abs(problem.scale), TINY), problem.scale)
     return (
         problem.batch, problem.heads_q, problem.group, problem.seqlen_q, problem.seqlen_k, problem.head_dim,
-        problem.head_dim_v, low, high, section, used if forward_pass else problem.scale, used * math.log2(math.e),
-        int(forward_pass and problem.scale < 0),
+        problem.head_dim_v, low, high, section, problem.scale, used * math.log2(math.e),
     )  # fmt: skip
 
 
@@ -227,7 +228,7 @@ def _blocks(pairs: int, tiles: int) -> int:
 def _forward_sizes(problem: Problem):
     key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     section = min(problem.batch * problem.heads_q, max(1, L2_SHARE // key_bytes) * problem.group)
-    return _sizes(problem, section, forward_pass=True)
+    return _sizes(problem, section)
 
 
 def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
@@ -253,8 +254,8 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse) -> 
 
 
 def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan | None:
-    """Return None for what the copy engine cannot bring: some layouts, and -q for a negative scale."""
-    if problem.scale < 0 or not all(map(tensor_map.possible, (q, k, v))):
+    """Return None where the copy engine does not read the layout of q, k or v."""
+    if not all(map(tensor_map.possible, (q, k, v))):
         return None
     variant = choose.hopper_forward(problem, _access(problem, (out,)), out.dtype == np.float32)
     spec = variant.spec
@@ -265,7 +266,7 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
         return None
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // spec.block_q))
     if choose.persistent(problem):
-        blocks = min(blocks, _attribute(device, "MultiProcessorCount") * spec.blocks_per_sm)
+        blocks = min(blocks, _attribute(device, "MultiProcessorCount"))
     params = np.zeros(1, HOPPER_FORWARD_PARAMS)
     params["sizes"] = _forward_sizes(problem)
     params["q"], params["k"], params["v"] = maps
@@ -291,7 +292,7 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bo
     for name, x in zip(("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse"), (*arrays, lse, dlse)):
         _fill(params, name, x)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
-    params["sizes"] = _sizes(problem, section, forward_pass=False)
+    params["sizes"] = _sizes(problem, section)
     launches = (
         Launch.of(before, row_blocks, before.spec.threads),
         Launch.of(main, blocks, spec.threads),

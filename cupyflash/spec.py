@@ -57,10 +57,11 @@ class HopperForwardSpec(Spec):
     block_k: int
     groups: int
     stages: int
-    blocks_per_sm: int
     ping_pong: bool
     float32_out: bool
     access: int
+
+    blocks_per_sm = 1
 
     @property
     def block_q(self) -> int:

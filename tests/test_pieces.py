@@ -786,19 +786,6 @@ __global__ void store_accumulator(unsigned short* out) {  // row, column and val
   for (int i = threadIdx.x; i < 48 * 80; i += 32)
     out[i] = shared[(tile.at(i / 80, i % 80 / 8) - tile.base) / 2 + i % 8];
 }
-
-template <int kRows, int kCols>
-__global__ void negate_tile(char* values, unsigned short* out) {
-  __shared__ __align__(1024) unsigned short shared[kRows * kCols];
-  const Tile<kRows, kCols> tile(shared_address(shared));
-  load_tile<128, 16>(tile, Matrix{values, 2 * kCols, kRows, kCols}, 0);
-  commit_copies();
-  wait_copies<0>();
-  __syncthreads();
-  negate<128>(tile);
-  __syncthreads();
-  store_tile<128>(tile, Matrix{reinterpret_cast<char*>(out), 2 * kCols, kRows, kCols}, 0);
-}
 """,
     (
         *(
@@ -808,7 +795,6 @@ __global__ void negate_tile(char* values, unsigned short* out) {
             for right in RIGHTS
         ),
         *(f"store_accumulator<cupyflash::{dtype}>" for dtype in DTYPES16),
-        "negate_tile<64, 48>",
     ),
 )
 
@@ -847,17 +833,9 @@ def test_tile_takes_an_accumulator(dtype):
     assert np.array_equal(out.get(), expected)
 
 
-@gpu
-def test_negate():
-    values = np.arange(64 * 48, dtype=np.uint16).reshape(64, 48) * 21
-    out = nans((64, 48), np.uint16)
-    PRODUCT.run("negate_tile<64, 48>", 1, 128, to_gpu(values), out)
-    assert np.array_equal(out.get(), values ^ 0x8000)
-
-
 # --- Hopper: the copy engine, and products of a warpgroup
 
-WIDTHS = (64, 80, 96, 112, 128, 160, 176, 192, 224, 256)
+WIDTHS = (64, 80, 96, 112, 128, 192, 256)
 BOX_ROWS = (64, 80, 128, 192)
 WARPGROUP_K = 64
 HOPPER = Piece(

@@ -6,6 +6,10 @@
 
 namespace cupyflash {
 
+__device__ __forceinline__ uint32 shared_address(const void* pointer) {
+  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
+}
+
 struct float16 {
   unsigned short bits;
 

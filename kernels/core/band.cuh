@@ -40,10 +40,7 @@ __device__ inline Range queries_of_all(const Band& band, Range keys) {
 }
 
 // The key tiles that the queries from `first_row` on see, first to last; none where last < first.
-struct TileRange {
-  int first, last;
-};
-__device__ inline TileRange tiles_of(const Band& band, int first_row, int block_q, int block_k) {
+__device__ inline Range tiles_of(const Band& band, int first_row, int block_q, int block_k) {
   const Range seen = keys_of_any(band, {first_row, min(first_row + block_q, band.seqlen_q) - 1});
   const int first = seen.first / block_k;
   return {first, seen.last < seen.first ? first - 1 : seen.last / block_k};

@@ -21,10 +21,9 @@ struct RowArray {  // (batch, heads, seqlen)
 
 struct Sizes {
   int batch, heads_q, group, seqlen_q, seqlen_k, head_dim, head_dim_v;
-  int low, high;  // query i sees the keys i + low ... i + high
-  int section;    // (batch, head) pairs that run together, so that what they share stays in L2
-  float scale, scale_log2;
-  int negate;  // scale was negative: the forward negates q and uses its absolute value
+  int low, high;            // query i sees the keys i + low ... i + high
+  int section;              // (batch, head) pairs that run together, so that what they share stays in L2
+  float scale, scale_log2;  // the forward's is positive: it takes the maximum before it scales
 };
 
 struct ForwardParams {

@@ -19,9 +19,8 @@ struct ForwardSpec {
 struct HopperForwardSpec {
   int head_dim, head_dim_v;
   int block_k;
-  int groups;  // warpgroups that compute, 64 queries each
-  int stages;  // K and V tiles in flight
-  int blocks_per_sm;
+  int groups;      // warpgroups that compute, 64 queries each
+  int stages;      // K and V tiles in flight
   bool ping_pong;  // the warpgroups take turns at the tensor cores
   bool float32_out;
   int access;  // of the stores of out

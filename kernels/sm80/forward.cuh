@@ -11,14 +11,6 @@
 
 namespace cupyflash {
 
-// -q for a negative scale: the softmax takes its maximum before it scales.
-template <int kThreads, class QTile>
-__device__ __forceinline__ void negate(QTile q) {
-#pragma unroll 1
-  for (int i = threadIdx.x; i < q.kBytes / 4; i += kThreads)
-    store_shared(q.base + 4 * i, load_shared(q.base + 4 * i) ^ 0x80008000u);
-}
-
 template <int kRowTiles, int kSteps>
 struct InRegisters {  // a left operand read once
   uint32 a[kSteps][kRowTiles][4];
@@ -69,7 +61,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const int first_row = work.tile * kSpec.block_q, warp_row = warp_index() * kSpec.rows_per_warp();
   const Range rows = {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1};
   const Range seen_by_all = keys_of_all(band, rows);
-  const TileRange tiles = tiles_of(band, first_row, kSpec.block_q, kSpec.block_k);
+  const Range tiles = tiles_of(band, first_row, kSpec.block_q, kSpec.block_k);
 
   Accumulator<kSpec.head_dim_v> out[kRowTiles];
 #pragma unroll
@@ -81,11 +73,6 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     load_tile<kThreads, kAccess>(k_tile(0), k, tiles.last * kSpec.block_k);
     if constexpr (kSpec.stages == 2) load_tile<kThreads, kAccess>(v_tile(0), v, tiles.last * kSpec.block_k);
     commit_copies();
-  }
-  if (s.negate) {
-    wait_copies<0>();
-    __syncthreads();
-    negate<kThreads>(q_tile);
   }
   InRegisters<kRowTiles, kSpec.q_in_registers ? kSteps : 0> q_operand;
   if constexpr (kSpec.q_in_registers) {

@@ -6,10 +6,6 @@
 
 namespace cupyflash {
 
-__device__ __forceinline__ uint32 shared_address(const void* pointer) {
-  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
-}
-
 // 9.7.9.25.3.1 cp.async: copies kBytes from `source`, or writes zeros and does not touch it.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(uint32 target, const void* source, bool valid) {
@@ -62,13 +58,9 @@ __device__ __forceinline__ void load_matrix_transposed(uint32 (&r)[4], uint32 ad
                : "memory");
 }
 
+// 9.7.9.11 st, 9.7.9.8 ld
 __device__ __forceinline__ void store_shared(uint32 address, uint32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-__device__ __forceinline__ uint32 load_shared(uint32 address) {
-  uint32 value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
 }
 __device__ __forceinline__ uint4 load_shared_16(uint32 address) {
   uint4 r;

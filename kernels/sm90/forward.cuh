@@ -19,41 +19,61 @@ struct HopperForwardParams {
   Sizes sizes;
 };
 
-// Bytes of a tile in shared memory: 128-byte rows of 64 columns, one panel after the other.
+// A tile in shared memory: panels of 64 columns, one after the other; a row of a panel has 128 bytes, the span of the
+// swizzle.
+constexpr int kRowBytes = 128;
+
 __device__ constexpr int panels(int cols) { return (cols + 63) / 64; }
+__device__ constexpr int tile_bytes(int rows, int cols) { return panels(cols) * rows * kRowBytes; }
 
 template <int kRows, int kCols>
 __device__ __forceinline__ void copy_tile(uint32 target, const TensorMap& map, uint32 full, int row, int head,
                                           int batch) {
 #pragma unroll
-  for (int i = 0; i < panels(kCols); ++i) copy_box(target + i * kRows * 128, map, full, 64 * i, row, head, batch);
+  for (int i = 0; i < panels(kCols); ++i) copy_box(target + i * kRows * kRowBytes, map, full, 64 * i, row, head, batch);
+}
+
+// 16 columns from 16 * step on of rows of a tile of kRows, as an operand whose rows they are.
+template <int kRows>
+__device__ __forceinline__ uint64 row_operand(uint32 rows, int step) {
+  return descriptor(rows + step / 4 * kRows * kRowBytes + step % 4 * 32, 16);  // the hardware ignores `leading` here
+}
+// 16 rows from 16 * step on of all columns of a tile of kRows, as an operand whose rows are the columns.
+template <int kRows>
+__device__ __forceinline__ uint64 column_operand(uint32 tile, int step) {
+  return descriptor(tile + step * 16 * kRowBytes, kRows * kRowBytes);
 }
 
 // The warpgroups issue their products one after the other, so that one computes its softmax while another multiplies.
+// Barrier 1 + g opens for group g when the group before it has issued; barrier 0 is that of __syncthreads.
 template <int kGroups>
 struct Turns {
+  static constexpr int kMeeting = 2 * 128;  // threads of the group that waits and of the one that passes on
   int group;
 
   __device__ __forceinline__ void open() const {
-    if (kGroups > 1 && group == kGroups - 1) named_arrive(1, 256);
+    if (kGroups > 1 && group == kGroups - 1) named_arrive(1, kMeeting);
   }
   __device__ __forceinline__ void wait() const {
-    if (kGroups > 1) named_sync(1 + group, 256);
+    if (kGroups > 1) named_sync(1 + group, kMeeting);
   }
   __device__ __forceinline__ void pass_on() const {
-    if (kGroups > 1) named_arrive(1 + (group + 1) % kGroups, 256);
+    if (kGroups > 1) named_arrive(1 + (group + 1) % kGroups, kMeeting);
   }
   __device__ __forceinline__ void close() const {
-    if (kGroups > 1 && group == 0) named_sync(1, 256);
+    if (kGroups > 1 && group == 0) named_sync(1, kMeeting);
   }
 };
 
 template <class T, HopperForwardSpec kSpec>
-__global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
+__global__ void __launch_bounds__(128 * (kSpec.groups + 1), 1)
     hopper_forward(const __grid_constant__ HopperForwardParams p) {
   constexpr int kBlockQ = 64 * kSpec.groups, kBlockK = kSpec.block_k, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
-  constexpr int kQBytes = kBlockQ * 128 * panels(kDim), kKBytes = kBlockK * 128 * panels(kDim);
-  constexpr int kVBytes = kBlockK * 128 * panels(kDimV), kStages = kSpec.stages;
+  constexpr int kQBytes = tile_bytes(kBlockQ, kDim), kKBytes = tile_bytes(kBlockK, kDim);
+  constexpr int kVBytes = tile_bytes(kBlockK, kDimV), kStages = kSpec.stages;
+  // Registers of a thread: 128 threads of each role share the 65536 of the multiprocessor.
+  constexpr int kProducerRegisters = kSpec.groups == 3 ? 32 : 24;
+  constexpr int kConsumerRegisters = kSpec.groups == 3 ? 160 : 240;
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[2 + 4 * kStages];
@@ -62,8 +82,8 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
   Ring<1> q_ring(shared_address(barriers));
   Ring<kStages> k_ring(shared_address(barriers + 2)), v_ring(shared_address(barriers + 2 + 2 * kStages));
   if (threadIdx.x == 0) {
-    q_ring.init(kSpec.groups), k_ring.init(kSpec.groups), v_ring.init(kSpec.groups);
-    fence_barrier_init();
+    q_ring.init(4 * kSpec.groups), k_ring.init(4 * kSpec.groups), v_ring.init(4 * kSpec.groups);
+    fence_barrier_init();  // for the copy engine; for the other threads the barrier below
   }
   __syncthreads();
 
@@ -74,12 +94,12 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
   const int role = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
 
   if (role == 0) {  // producer
-    give_registers<kSpec.groups <= 2 ? 24 : 32>();
+    give_registers<kProducerRegisters>();
     if (threadIdx.x > 0) return;
     prefetch_map(p.q), prefetch_map(p.k), prefetch_map(p.v);
     for (uint32 index = blockIdx.x; index < works; index += gridDim.x) {
       const Work work = find_work(index, q_tiles, s.batch, s.heads_q, s.section, true);
-      const TileRange tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
+      const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
       const int head_k = work.head / s.group;
       if (tiles.last < tiles.first) continue;
       for (int tile = tiles.last; tile >= tiles.first; --tile) {
@@ -97,7 +117,7 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
       }
     }
   } else {  // consumers
-    take_registers<kSpec.groups == 1 ? 232 : kSpec.groups == 2 ? 240 : 160>();
+    take_registers<kConsumerRegisters>();
     const int group = role - 1, warp_row = 64 * group + warp_index() % 4 * 16;
     const Turns<kSpec.ping_pong ? kSpec.groups : 1> turns = {group};
     turns.open();
@@ -105,7 +125,7 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
     for (uint32 index = blockIdx.x; index < works; index += gridDim.x) {
       const Work work = find_work(index, q_tiles, s.batch, s.heads_q, s.section, true);
       const int first_row = work.tile * kBlockQ;
-      const TileRange tiles = tiles_of(band, first_row, kBlockQ, kBlockK);
+      const Range tiles = tiles_of(band, first_row, kBlockQ, kBlockK);
       const Range rows = {first_row + 64 * group, min(first_row + 64 * group + 64, s.seqlen_q) - 1};
       const Range seen_by_all = keys_of_all(band, rows);
 
@@ -120,26 +140,25 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kDim / 16; ++step)
-          Wgmma<T, kBlockK>::dot_rows(scores[0].x,
-                                      descriptor(q_base + group * 8192 + step / 4 * kBlockQ * 128 + step % 4 * 32, 16),
-                                      descriptor(k + step / 4 * kBlockK * 128 + step % 4 * 32, 16), step > 0);
+          Wgmma<T, kBlockK>::dot_rows(scores[0].x, row_operand<kBlockQ>(q_base + group * 64 * kRowBytes, step),
+                                      row_operand<kBlockK>(k, step), step > 0);
         wgmma_commit();
       };
-      const auto issue_values = [&] {  // out += weights v
+      const auto issue_out = [&] {  // out += weights v
         const uint32 v = v_base + v_ring.stage() * kVBytes;
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kBlockK / 16; ++step)
-          Wgmma<T, kDimV>::times(out[0].x, weights[step], descriptor(v + step * 2048, kBlockK * 128));
+          Wgmma<T, kDimV>::times(out[0].x, weights[step], column_operand<kBlockK>(v, step));
         wgmma_commit();
       };
-      const auto soften = [&](int tile) {  // scores -> weights in float32; whether out must be rescaled
+      const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be rescaled
         const int first_key = tile * kBlockK;
         if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
           scores[0].hide(first_row + warp_row, first_key, -kInfinity, [&](int row) { return band.keys(row); });
-        const bool moved = softmax.raise(scores, s.scale_log2);
+        const bool raised = softmax.raise(scores, s.scale_log2);
         softmax.exponentiate(scores, s.scale_log2);
-        return moved;
+        return raised;
       };
       const auto round_weights = [&] {
 #pragma unroll
@@ -156,7 +175,7 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
         k_ring.release();
         if (tiles.last == tiles.first) q_ring.release();
         k_ring.advance();
-        soften(tiles.last);
+        weigh(tiles.last);
         round_weights();
 #pragma unroll 1
         for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
@@ -164,21 +183,21 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), kSpec.blocks_per_sm)
           turns.wait();
           issue_scores();
           v_ring.wait();
-          issue_values();  // of the tile before
+          issue_out();  // of the tile before
           turns.pass_on();
-          wgmma_wait<1>();
+          wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
           k_ring.release();
           if (tile == tiles.first) q_ring.release();
           k_ring.advance();
-          const bool moved = soften(tile);
-          wgmma_wait<0>();
+          const bool raised = weigh(tile);
+          wgmma_wait<0>();  // out is there; v and the registers of the weights are free
           v_ring.release();
           v_ring.advance();
           round_weights();
-          if (moved) softmax.rescale(out);
+          if (raised) softmax.rescale(out);
         }
         v_ring.wait();
-        issue_values();
+        issue_out();
         wgmma_wait<0>();
         v_ring.release();
         v_ring.advance();

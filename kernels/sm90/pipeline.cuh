@@ -1,5 +1,5 @@
 // A ring of tiles in shared memory between the copy engine and the warpgroups: a tile is full when its bytes have
-// landed, and empty again when every consumer has released it.
+// landed, and empty again when every consumer warp has released it.
 #pragma once
 
 #include "sm90/ptx.cuh"
@@ -13,13 +13,13 @@ struct Ring {
 
   __device__ __forceinline__ explicit Ring(uint32 barriers) : barriers(barriers) {}
 
-  __device__ __forceinline__ void init(int consumers) const {
-    for (int i = 0; i < kStages; ++i) barrier_init(full(i), 1), barrier_init(empty(i), consumers);
+  __device__ __forceinline__ void init(int consumer_warps) const {
+    for (int i = 0; i < kStages; ++i) barrier_init(full(i), 1), barrier_init(empty(i), consumer_warps);
   }
   __device__ __forceinline__ uint32 full(int stage) const { return barriers + 8 * stage; }
   __device__ __forceinline__ uint32 empty(int stage) const { return barriers + 8 * (kStages + stage); }
-  __device__ __forceinline__ int stage(int ahead = 0) const { return (count + ahead) % kStages; }
-  __device__ __forceinline__ uint32 parity(int ahead = 0) const { return (count + ahead) / kStages & 1; }
+  __device__ __forceinline__ int stage() const { return count % kStages; }
+  __device__ __forceinline__ uint32 parity() const { return count / kStages & 1; }
   __device__ __forceinline__ void advance() { ++count; }
 
   // Producer: waits for room and announces the bytes; the copies then name the full barrier.
@@ -28,10 +28,10 @@ struct Ring {
     barrier_expect(full(stage()), bytes);
     return full(stage());
   }
-  // Consumer.
+  // Consumer. Warps of a group may finish a product at different times: each releases what it has read.
   __device__ __forceinline__ void wait() const { barrier_wait(full(stage()), parity()); }
   __device__ __forceinline__ void release() const {
-    if (threadIdx.x % 128 == 0) barrier_arrive(empty(stage()));
+    if (lane_index() == 0) barrier_arrive(empty(stage()));
   }
 };
 

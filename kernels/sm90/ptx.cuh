@@ -9,10 +9,6 @@ struct alignas(64) TensorMap {  // made by the driver (cuTensorMapEncodeTiled)
   uint64 words[16];
 };
 
-__device__ __forceinline__ uint32 shared_address(const void* pointer) {
-  return static_cast<uint32>(__cvta_generic_to_shared(pointer));
-}
-
 // 9.7.13.15 mbarrier: init, arrive, arrive.expect_tx, try_wait
 __device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
