@@ -148,8 +148,9 @@ def _forward_spec(d, dv, float32_out, access, block_q, block_k, warps, stages, b
 def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     """Return the forward kernel for `problem` on Hopper, for arrays that its copy engine can read.
 
-    `access` is that of out alone.
+    `access` is that of out alone, which is written in 16, 4 or 2 bytes at once.
     """
+    access = 16 if access == 16 and not float32_out else min(access, 4)
     d = round_up(problem.head_dim, 16)
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
     row = HOPPER_FORWARD[min(limit for limit in HOPPER_FORWARD if limit >= max(d, dv))]

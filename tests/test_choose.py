@@ -38,7 +38,7 @@ def wgmma_widths():
 
 
 def is_valid_on_hopper(spec):
-    assert 2 <= spec.groups <= 3 and spec.ping_pong and spec.stages >= 1 and spec.access in (2, 4)
+    assert 2 <= spec.groups <= 3 and spec.ping_pong and spec.stages >= 1 and spec.access in (2, 4, 16)
     assert spec.threads == 128 * (spec.groups + 1) and spec.block_q == 64 * spec.groups
     return spec.head_dim % 16 == 0 and {spec.block_k, spec.head_dim_v} <= wgmma_widths()
 
@@ -94,13 +94,14 @@ def test_every_head_dim_fits_or_is_refused(pass_, limit):
 
 HOPPER_LIMIT = choose.SHARED_LIMIT[90]
 MASKS = {  # right side and keys: those that choose between the tilings of a row
-    "full": (None, 1 << 20),
-    "short": (0, choose.SHORT),
-    "long": (0, choose.SHORT + 1),
+    "full, short": (None, choose.SHORT),
+    "full, long": (None, choose.SHORT + 1),
+    "banded, short": (0, choose.SHORT),
+    "banded, long": (0, choose.SHORT + 1),
 }
 
 
-def hopper(head_dim, head_dim_v=None, mask="full", access=16, float32_out=False, dtype="bfloat16"):
+def hopper(head_dim, head_dim_v=None, mask="full, short", access=16, float32_out=False, dtype="bfloat16"):
     right, seqlen_k = MASKS[mask]
     masked = replace(problem(head_dim, head_dim_v, dtype), right=right, seqlen_k=seqlen_k)
     return choose.hopper_forward(masked, access, float32_out)
@@ -128,16 +129,16 @@ def test_the_tilings_of_hopper():
 
 
 def test_which_work_is_dealt_by_the_hardware():
-    for (right, seqlen_k), expected in zip(MASKS.values(), (True, True, False)):
+    for (right, seqlen_k), expected in zip(MASKS.values(), (True, True, True, False)):
         assert choose.persistent(replace(problem(64), right=right, seqlen_k=seqlen_k)) is expected
     assert not choose.persistent(replace(problem(64), left=100, seqlen_k=choose.SHORT + 1))
 
 
-@pytest.mark.parametrize("access, stored", [(16, 4), (8, 4), (4, 4), (2, 2)])
+@pytest.mark.parametrize("access, stored", [(16, 16), (8, 4), (4, 4), (2, 2)])
 @pytest.mark.parametrize("float32_out", [False, True])
 def test_options_of_hopper(access, stored, float32_out):
     spec = hopper(64, access=access, float32_out=float32_out).spec
-    assert (spec.access, spec.float32_out) == (stored, float32_out)
+    assert (spec.access, spec.float32_out) == (min(stored, 4) if float32_out else stored, float32_out)
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
@@ -226,8 +227,8 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             "sm90/forward.cuh",
             HOPPER.format(
                 "float16",
-                ".head_dim=192, .head_dim_v=128, .block_k=112, .groups=2, .stages=2, .ping_pong=true, "
-                ".float32_out=false, .access=4",
+                ".head_dim=192, .head_dim_v=128, .block_k=96, .groups=2, .stages=2, .ping_pong=true, "
+                ".float32_out=false, .access=16",
             ),
         ),
         (

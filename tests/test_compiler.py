@@ -256,7 +256,7 @@ def swapped(dtype, a, b):
     [
         lambda sizes: renamed(sizes, "low", "lower"),
         lambda sizes: swapped(sizes, "low", "high"),
-        lambda sizes: swapped(sizes, "scale_log2", "negate"),
+        lambda sizes: swapped(sizes, "scale_log2", "section"),
         lambda sizes: np.dtype([(n, sizes.fields[n][0]) for n in sizes.names[:-1]], align=True),
         lambda sizes: np.dtype([*((n, sizes.fields[n][0]) for n in sizes.names), ("more", "i4")], align=True),
         lambda sizes: np.dtype([(n, "i4") for n in sizes.names], align=True),

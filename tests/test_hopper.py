@@ -121,8 +121,7 @@ def test_axes_with_one_entry(driver, shape, steps, strides):
 
 def test_a_refusal_of_the_driver(driver):
     driver.status = 1
-    with pytest.raises(RuntimeError, match=r"refused shape \(2, 5, 3, 64\), strides \(1920, 384, 128, 2\): .* 1"):
-        tensor_map.encode(array(), "float16", 64)
+    assert tensor_map.encode(array(), "float16", 64) is None
 
 
 @pytest.mark.parametrize("place, shift, word", [((0,), 0, 0), ((5,), 0, 5), ((0, 1), 0, None), ((0,), 4, None)])

@@ -288,7 +288,7 @@ __global__ void tiles(const int* cases, int* out, int count) {
   const int* c = cases + 7 * i;
   Sizes sizes{};
   sizes.low = c[0], sizes.high = c[1], sizes.seqlen_q = c[2], sizes.seqlen_k = c[3];
-  const TileRange range = tiles_of(Band(sizes), c[4], c[5], c[6]);
+  const Range range = tiles_of(Band(sizes), c[4], c[5], c[6]);
   out[2 * i] = range.first, out[2 * i + 1] = range.last;
 }
 """,
@@ -350,7 +350,7 @@ WORK = Piece(
     """
 template <bool kDescending>
 __global__ void find(int* out, int tiles, int batch, int heads, int section, int count) {
-  const uint32 i = block_index() * blockDim.x + threadIdx.x;
+  const uint32 i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= uint32(count)) return;
   const Work work = find_work(i, tiles, batch, heads, section, kDescending);
   out[4 * i] = work.valid, out[4 * i + 1] = work.batch, out[4 * i + 2] = work.head, out[4 * i + 3] = work.tile;
