@@ -4,7 +4,7 @@ from cupyflash import choose, compiler
 
 
 class Build:
-    """The worst of what a training step at head_dim 128 runs; ``python -m cupyflash compile`` prints every kernel."""
+    """The worst of what a training step at head_dim 128 runs; ``python -m cupyflash compile`` prints them all."""
 
     params = ["sm_80", "sm_90"]
     param_names = ("arch",)
