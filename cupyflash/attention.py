@@ -62,13 +62,21 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, out=None, re
         An argument is not an array, or the dtypes or the libraries differ, or an option has the wrong type.
     ValueError
         Shapes, devices or values do not fit together; a PyTorch tensor requires grad while grad mode is on;
-        ``out`` is read-only, overlaps itself or shares memory with an input; a CuPy array is misaligned.
+        ``out`` is read-only, overlaps itself or shares memory with an input; a CuPy array is misaligned. Or
+        the environment variable ``CUPYFLASH_PATH`` names no kernel path, or one that the GPU cannot take; or
+        batch * heads * tiles exceeds 2**31 - 1, the blocks of a launch.
     NotImplementedError
-        float32 or float64 on the GPU.
+        On a GPU: float32 or float64, bfloat16 below compute capability 8.0, or a head_dim that needs more
+        shared memory than the GPU has.
     ImportError
         Arrays on a GPU without CuPy.
+    RuntimeError
+        NVRTC does not know the GPU, or the kernel does not compile; CUDA's own errors, as CuPy raises them.
 
-    All of these come before anything is allocated, compiled, launched or written.
+    Whichever of these comes, nothing was written, unless CUDA itself failed. Errors in the arguments come
+    before anything is allocated, compiled or launched. What depends on the GPU (its compiler, its shared
+    memory, bfloat16, ``CUPYFLASH_PATH``, too many tiles) is found when a call of a new shape is planned:
+    results may be allocated by then, but no kernel was launched.
 
     See Also
     --------
@@ -201,7 +209,7 @@ def attention_backward(
 
     Raises
     ------
-    TypeError, ValueError, NotImplementedError, ImportError
+    TypeError, ValueError, NotImplementedError, ImportError, RuntimeError
         As `attention`.
 
     See Also

@@ -98,7 +98,7 @@ class GpuRecord:
             raise pytest.UsageError("--gpu-record needs a run of all tests, or of -m gpu; nothing is recorded")
         counts = Counter(self.outcomes.values())
         record = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **_versions(),
             "paths": list(tools.CUDA_PATHS),
             **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},

@@ -81,7 +81,7 @@ def test_object_with_array_interfaces_only(no_backend):
 @pytest.mark.parametrize(
     "q, k, v, words",
     [
-        # B037: K and V that do not belong together
+        # pytorch/pytorch#193728: K and V that do not belong together
         ((1, 3, 1, 8), (1, 5, 1, 8), (1, 6, 1, 8), ["k has shape (1, 5, 1, 8)", "v has shape (1, 6, 1, 8)"]),
         ((2, 3, 1, 8), (2, 5, 1, 8), (1, 5, 1, 8), ["k has shape (2, 5, 1, 8)", "v has shape (1, 5, 1, 8)"]),
         ((1, 3, 2, 8), (1, 5, 2, 8), (1, 5, 1, 8), ["k has shape (1, 5, 2, 8)", "v has shape (1, 5, 1, 8)"]),
@@ -121,7 +121,7 @@ def test_lengths_fit_32_bits(no_backend):
 @pytest.mark.parametrize(
     "dtypes",
     [
-        # B038
+        # huggingface/diffusers#6774
         ("float32", "float16", "float16"),
         ("bfloat16", "bfloat16", "float16"),
         ("float32", "float32", "float64"),
@@ -198,13 +198,13 @@ def test_backward_dlse(no_backend):
         ("window", (1.0, 2), TypeError),
         ("window", (True, 2), TypeError),
         ("window", (1, np.array(2)), TypeError),
-        # B055 to B057: no negative number means "unlimited"
+        # Dao-AILab/flash-attention#1133, #1116: no negative number means "unlimited"
         ("window", (-1, 0), ValueError),
         ("window", (0, -1), ValueError),
         ("window", (-1, -3), ValueError),
         ("window", (-5, 0), ValueError),
         ("window", (np.int64(-1), None), ValueError),
-        # B024: arrays are no scalars
+        # cupy/cupy#8485: arrays are no scalars
         ("scale", np.array(0.5), TypeError),
         ("scale", np.array([0.5]), TypeError),
         ("scale", "0.5", TypeError),
@@ -249,7 +249,7 @@ def test_a_right_call_does_not_excuse_a_wrong_one():
 
 
 def test_scalars_of_any_kind():
-    """B024"""
+    """cupy/cupy#8485"""
     args = arrays()
     for number in (1, 0, -2, 0.5):
         expected = cupyflash.attention(*args, scale=float(number))
@@ -471,7 +471,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def test_import_brings_no_other_library():
-    """B110, B126: nothing that could start CUDA, and nothing that may be missing."""
+    """mars-project/mars#479, cupy/cupy#1790: nothing that could start CUDA, and nothing that may be missing."""
     code = """
 import sys, cupyflash, numpy as np
 q = np.ones((1, 2, 1, 8), np.float16)
@@ -484,7 +484,7 @@ print([name for name in ("cupy", "torch", "jax", "cuda") if name in sys.modules]
 
 
 def test_gpu_arrays_without_cupy():
-    """B126: another library has a GPU, CuPy is not there."""
+    """cupy/cupy#1790: another library has a GPU, CuPy is not there."""
     code = """
 import sys, numpy as np
 sys.modules["cupy"] = None
@@ -503,7 +503,7 @@ except ImportError as error:
 
 
 def test_fork_after_import():
-    """B110"""
+    """mars-project/mars#479"""
     code = """
 import os, numpy as np, cupyflash
 q = np.ones((1, 2, 1, 8), np.float32)
@@ -518,7 +518,7 @@ else:
 
 @pytest.mark.gpu
 def test_fork_then_gpu():
-    """B110: import in the parent starts no CUDA, so that a child can."""
+    """mars-project/mars#479: import in the parent starts no CUDA, so that a child can."""
     code = """
 import os, cupyflash, numpy as np
 if pid := os.fork():

@@ -16,7 +16,7 @@ def test_lengths(backend, seqlen_q, seqlen_k):
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_short_sequences(backend16, head_dim):
-    """B017: every length up to 33, after shared memory was filled with NaN."""
+    """SHI-Labs/NATTEN#203: every length up to 33, after shared memory was filled with NaN."""
     for seqlen in range(1, 34):
         x = inputs(backend16, seqlen, batch=1, heads_q=1, head_dim=head_dim, seed=seqlen)
         check(backend16, *x.qkv, x.dout)
@@ -32,7 +32,7 @@ def test_options(backend, heads_q, heads_k, causal, deterministic):
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
 def test_gradient_of_lse_alone(backend, head_dim):
-    """B036: a loss of the LSE only."""
+    """Dao-AILab/flash-attention#1137: a loss of the LSE only."""
     x = inputs(backend, 7, heads_q=4, heads_k=2, head_dim=head_dim)
     ones = backend.xp.ones_like(x.dlse)
     results = check(backend, *x.qkv, backend.xp.zeros_like(x.dout), ones, causal=True)

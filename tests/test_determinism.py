@@ -18,7 +18,7 @@ def runs(backend):
 
 
 def case(backend, heads_q, heads_k):
-    """B095's size on a GPU."""
+    """The size of Dao-AILab/flash-attention#2244 on a GPU."""
     seqlen, head_dim = (1024, 128) if backend.name == "cuda" else (300, 64)
     return inputs(backend, seqlen, heads_q=heads_q, heads_k=heads_k, head_dim=head_dim)
 
@@ -26,7 +26,7 @@ def case(backend, heads_q, heads_k):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("heads_q, heads_k", [(4, 4), (8, 2)])
 def test_repeated(backend1, heads_q, heads_k, options):
-    """B095: forward, and backward when it is asked for."""
+    """Dao-AILab/flash-attention#2244: forward, and backward when it is asked for."""
     x = case(backend1, heads_q, heads_k)
     out, lse = cupyflash.attention(*x.qkv, return_lse=True, **options)
     gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, dlse=x.dlse, deterministic=True, **options)
@@ -38,7 +38,7 @@ def test_repeated(backend1, heads_q, heads_k, options):
 
 
 def test_not_deterministic_is_within_rounding(backend1):
-    """B095: without the option, gradients differ by rounding only."""
+    """Dao-AILab/flash-attention#2244: without the option, gradients differ by rounding only."""
     x = case(backend1, 8, 2)
     out, lse = cupyflash.attention(*x.qkv, causal=True, return_lse=True)
     right = tools.expectation(backend1, *x.qkv, x.dout, causal=True)
@@ -49,7 +49,7 @@ def test_not_deterministic_is_within_rounding(backend1):
 
 
 def test_other_requests_of_a_batch(backend1):
-    """B052: a row of a batch is the same bits with other rows beside it."""
+    """Dao-AILab/flash-attention#1570: a row of a batch is the same bits with other rows beside it."""
     x = inputs(backend1, 130, 200, heads_q=8, heads_k=2, batch=4)
     out = cupyflash.attention(*x.qkv, causal=True)
     x.q[0], x.k[0], x.v[0] = 3, -2, 1
@@ -58,7 +58,7 @@ def test_other_requests_of_a_batch(backend1):
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_many_batches(cuda, deterministic):
-    """B096: a race would show in some of 50 runs."""
+    """Dao-AILab/flash-attention#359: a race would show in some of 50 runs."""
     x = inputs(cuda, 2048, 128, heads_q=1, head_dim=128, batch=300)
     out, lse = cupyflash.attention(*x.qkv, return_lse=True)
     first = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, deterministic=deterministic)

@@ -16,7 +16,7 @@ def test_lengths(backend, seqlen_q, seqlen_k):
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_short_sequences(backend16, head_dim):
-    """B017: every length up to 33, before and after shared memory was filled with NaN."""
+    """SHI-Labs/NATTEN#203: every length up to 33, before and after shared memory was filled with NaN."""
     for seqlen in range(1, 34):
         x = inputs(backend16, seqlen, batch=1, heads_q=1, head_dim=head_dim, seed=seqlen)
         first = cupyflash.attention(*x.qkv)
@@ -25,14 +25,14 @@ def test_short_sequences(backend16, head_dim):
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(9, 9), (1001, 503), (17, 8)])
 def test_lengths_of_reports(backend16, seqlen_q, seqlen_k):
-    """B017."""
+    """SHI-Labs/NATTEN#203."""
     x = inputs(backend16, seqlen_q, seqlen_k, batch=1, head_dim=128)
     check(backend16, *x.qkv)
 
 
 @pytest.mark.parametrize("seqlen_k", [37, 100, 129])
 def test_nan_beyond_the_last_row(backend, seqlen_k):
-    """B018: the rows after the last are NaN in memory."""
+    """Dao-AILab/flash-attention#1395: the rows after the last are NaN in memory."""
     x = inputs(backend, 40, seqlen_k, batch=1)
     clean = cupyflash.attention(*x.qkv)
     layout = tools.Layout()
@@ -41,7 +41,7 @@ def test_nan_beyond_the_last_row(backend, seqlen_k):
 
 
 def test_decode(backend):
-    """B053: one query against many keys."""
+    """pytorch/pytorch#144858: one query against many keys."""
     for seqlen_k in (1, 8, 100, 1000, 4097):
         x = inputs(backend, 1, seqlen_k, heads_q=8, heads_k=2)
         check(backend, *x.qkv, causal=True)
@@ -54,7 +54,7 @@ def test_many_small_heads(backend1, seqlen_q, seqlen_k, batch):
 
 
 def test_lse_layout(backend):
-    """B035."""
+    """Dao-AILab/flash-attention#876."""
     x = inputs(backend, 5, heads_q=3)
     out, lse = cupyflash.attention(*x.qkv, return_lse=True)
     assert out.shape == (2, 5, 3, 64) and out.dtype == backend.dtype
@@ -98,7 +98,7 @@ def test_float32_out(backend16):
 
 @pytest.mark.parametrize("layout", tools.LAYOUTS.values(), ids=tools.LAYOUTS)
 def test_out_layouts(backend1, layout):
-    """B049: out= in any layout, and nothing around it written."""
+    """flagos-ai/FlagGems#5235: out= in any layout, and nothing around it written."""
     x = inputs(backend1, 70, 65, heads_q=3)
     guarded = tools.Guarded(backend1, x.q.shape, layout=layout)
     cupyflash.attention(*x.qkv, out=guarded.array)
@@ -107,7 +107,7 @@ def test_out_layouts(backend1, layout):
 
 
 def test_scale_forms(backend1):
-    """B024: every kind of real number means the same number."""
+    """cupy/cupy#8485: every kind of real number means the same number."""
     x = inputs(backend1, 20)
     for value, forms in {1: (1.0, 1, np.float64(1), np.float32(1), np.int64(1)), 0.5: (0.5, np.float16(0.5))}.items():
         expected = cupyflash.attention(*x.qkv, scale=float(value))
@@ -120,7 +120,7 @@ def test_scale_forms(backend1):
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(4, 0), (0, 5), (0, 0)])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (2, 1)}], ids=["full", "causal", "window"])
 def test_no_rows_or_no_keys(backend1, seqlen_q, seqlen_k, options):
-    """B005, B008."""
+    """Dao-AILab/flash-attention#978, #2470."""
     x = inputs(backend1, seqlen_q, seqlen_k, heads_q=3)
     backend1.poison()
     out, lse = cupyflash.attention(*x.qkv, return_lse=True, **options)
@@ -133,7 +133,7 @@ def test_no_rows_or_no_keys(backend1, seqlen_q, seqlen_k, options):
 
 @pytest.mark.parametrize("batch, heads", [(0, 2), (2, 0), (0, 0)])
 def test_no_batch_or_no_heads(backend1, batch, heads):
-    """B009."""
+    """pytorch/pytorch#141218."""
     arrays = [backend1.normal((batch, 4, heads, 64)) for _ in range(4)]
     out, lse = cupyflash.attention(*arrays[:3], return_lse=True)
     assert out.shape == (batch, 4, heads, 64) and lse.shape == (batch, heads, 4)
@@ -143,14 +143,14 @@ def test_no_batch_or_no_heads(backend1, batch, heads):
 
 @pytest.mark.parametrize("shapes", [((0,), (0,), (4,)), ((4,), (4,), (0,)), ((0,), (0,), (0,))])
 def test_no_head_dim(backend1, shapes):
-    """B009."""
+    """pytorch/pytorch#141218."""
     arrays = [backend1.normal((2, 5, 2, *shape)) for shape in shapes]
     with pytest.raises(ValueError, match="head_dim"):
         cupyflash.attention(*arrays)
 
 
 def test_no_key_heads(backend1):
-    """B009."""
+    """pytorch/pytorch#141218."""
     q, k = backend1.normal((2, 5, 4, 8)), backend1.normal((2, 5, 0, 8))
     with pytest.raises(ValueError):
         cupyflash.attention(q, k, k)

@@ -69,7 +69,7 @@ def layouts(x):
 @pytest.mark.parametrize("name", layouts(normal((1, 1, 1, 1))))
 @pytest.mark.parametrize("which", [0, 1, 2, 3, None])
 def test_layouts(name, which):
-    """B083, B084, B087: any strides, in one array or in all; gradients are plain arrays."""
+    """Dao-AILab/flash-attention#355, #2777, cupy/cupy#10172: any strides, in one array or in all."""
     args = inputs()
     expected = results(*args)
     strange = [layouts(x)[name] if which in (i, None) else x for i, x in enumerate(args)]
@@ -80,7 +80,7 @@ def test_layouts(name, which):
 
 
 def test_broadcast_gradient():
-    """B083: what the sum of out sends back has no strides at all."""
+    """Dao-AILab/flash-attention#355: what the sum of out sends back has no strides at all."""
     _, q, k, v = inputs()
     dout = np.broadcast_to(np.float32(1), (2, 5, 4, 6))
     assert_same(results(dout, q, k, v), results(dout.copy(), q, k, v))
@@ -88,7 +88,7 @@ def test_broadcast_gradient():
 
 @pytest.mark.parametrize("stride", [0, 1, 3, 10**12, -(10**12)])
 def test_axes_of_size_1(stride):
-    """B088: their strides mean nothing."""
+    """pytorch/pytorch#99803: their strides mean nothing."""
     args = [normal((1, 1, 1, 8), seed=seed) for seed in range(4)]
     expected = results(*args)
     strange = [np.lib.stride_tricks.as_strided(x, x.shape, (stride, stride, stride, 4)) for x in args]
@@ -98,7 +98,7 @@ def test_axes_of_size_1(stride):
 
 
 def test_read_only_inputs():
-    """B114"""
+    """jax-ml/jax#40789"""
     args = inputs()
     expected = results(*args)
     before = [x.copy() for x in args]
@@ -173,7 +173,7 @@ CASES = [case for case in CASES if case not in [("library", "bfloat16"), ("jax",
 @pytest.mark.parametrize("name, dtype", CASES)
 @pytest.mark.parametrize("batched", [True, False])
 def test_library(name, dtype, batched):
-    """B111: what comes in goes out, with the bits that NumPy arrays give; inputs stay as they are (B114)."""
+    """cupy/cupy#8801, jax-ml/jax#40789: what comes in goes out, with the bits of NumPy; inputs stay as they are."""
     args = inputs(dtype)
     if not batched:
         args = [x[1] for x in args]
@@ -208,7 +208,7 @@ def test_jax_without_copy(monkeypatch):
 
 @pytest.mark.parametrize("name", ["jax", "library"])
 def test_immutable_out(name):
-    """B114: refused, whatever the shape."""
+    """jax-ml/jax#40789: refused, whatever the shape."""
     _, q, k, v = (from_numpy(name, x) for x in inputs())
     out = from_numpy(name, np.zeros((2, 5, 4, 6), "float32"))
     with pytest.raises(ValueError, match="out is a read-only array in .* on the host; allowed"):
@@ -220,7 +220,7 @@ def test_immutable_out(name):
     "first, second", [("numpy", "torch"), ("torch", "numpy"), ("library", "numpy"), ("jax", "torch")]
 )
 def test_libraries_do_not_mix(first, second):
-    """B116"""
+    """cupy/cupy#9842"""
     dout, q, k, v = inputs()
     names = {"numpy": "NumPy", "torch": "PyTorch", "jax": "JAX", "library": "library"}
     with pytest.raises(TypeError, match="allowed") as caught:
@@ -268,7 +268,7 @@ def test_torch_out():
 
 
 def test_torch_requires_grad():
-    """B113"""
+    """ROCm/FlyDSL#1099"""
     torch = pytest.importorskip("torch")
     args = inputs()
     expected = results(*args)
@@ -287,7 +287,7 @@ def test_torch_requires_grad():
 
 
 def test_torch_tensors_without_plain_memory():
-    """B116"""
+    """cupy/cupy#9842"""
     torch = pytest.importorskip("torch")
     _, q, k, v = (from_numpy("torch", x) for x in inputs())
     negative = torch.complex(q, -q).conj().imag
@@ -364,7 +364,7 @@ def current_device(monkeypatch):
 
 
 def test_cupy_devices_do_not_mix():
-    """B101"""
+    """Dao-AILab/flash-attention#1793"""
     _, q, k, v = inputs("float16")
     with pytest.raises(ValueError, match="q is in CuPy on GPU 0, k is in CuPy on GPU 1, v is in CuPy on GPU 0"):
         cupyflash.attention(cupy_array(q), cupy_array(k, 1), cupy_array(v))
@@ -395,7 +395,7 @@ def test_cupy_call(current_device, monkeypatch, device):
     one = normal((2, 5, 4, 1), "float16")
     one = cupy_array(np.lib.stride_tricks.as_strided(one, one.shape, (*one.strides[:-1], 10**12)), device)
     cupyflash.attention(one, one, one, out=cupy_array(np.empty(one.shape, "float16"), device))
-    assert calls.pop()[1] is one  # B088: an axis of size 1 is contiguous
+    assert calls.pop()[1] is one  # pytorch/pytorch#99803: an axis of size 1 is contiguous
 
 
 def test_cupy_arguments(current_device):
@@ -450,7 +450,7 @@ def in_threads(work, count=10):
 
 
 def test_threads_share_a_home(monkeypatch):
-    """B108: those that ask at once get one home, or arrays in one place would look as if in two."""
+    """cupy/cupy#6574: those that ask at once get one home, or arrays in one place would look as if in two."""
     monkeypatch.setattr(interop, "_HOMES", {})
     monkeypatch.setattr(interop.Home, "__init__", lambda self, gpu: time.sleep(0.01))
     homes = [None] * 10
@@ -459,7 +459,7 @@ def test_threads_share_a_home(monkeypatch):
 
 
 def test_threads():
-    """B108: the first call of ten threads at once."""
+    """cupy/cupy#6574: the first call of ten threads at once."""
     args = inputs()
     expected = results(*args)
     sys.modules["cupyflash.attention"]._plans.clear()
@@ -477,7 +477,7 @@ def test_threads():
 
 @pytest.mark.parametrize("name", ["numpy", "torch", "library", "jax"])
 def test_nothing_is_kept(name):
-    """B109: no array, and no object of ours, outlives a call."""
+    """pytorch/pytorch#9261: no array, and no object of ours, outlives a call."""
     theirs = [from_numpy(name, x) for x in inputs()]
 
     def counts(calls):
@@ -573,7 +573,10 @@ def test_gpu_agrees_with_host(cupy, dtype):
 
 @pytest.mark.gpu
 def test_gpu_layouts(cupy, monkeypatch):
-    """B083, B084, B087, B088: on one path, since Hopper's copy engine does not read every layout."""
+    """Dao-AILab/flash-attention#355, #2777, cupy/cupy#10172, pytorch/pytorch#99803.
+
+    On one path, since Hopper's copy engine does not read every layout.
+    """
     launch = importlib.import_module("cupyflash.launch")
     monkeypatch.setenv("CUPYFLASH_PATH", "sm80")
     monkeypatch.setattr(launch, "_plans", {})
@@ -651,7 +654,7 @@ def test_gpu_empty(cupy):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
 def test_gpu_torch(cupy, torch_cuda, dtype):
-    """B111, B113"""
+    """cupy/cupy#8801, ROCm/FlyDSL#1099"""
     torch = torch_cuda
     args = gpu_inputs(cupy, dtype)
     expected = gpu_results(*args)
@@ -678,7 +681,7 @@ def test_gpu_torch(cupy, torch_cuda, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
 def test_gpu_jax(cupy, dtype):
-    """B111, B114"""
+    """cupy/cupy#8801, jax-ml/jax#40789"""
     jax = pytest.importorskip("jax")
     try:
         device = jax.devices("gpu")[0]
@@ -699,7 +702,7 @@ def test_gpu_jax(cupy, dtype):
 
 @pytest.mark.gpu
 def test_gpu_cupy_stream(cupy):
-    """B103: a call on a busy stream sees what was written there before it."""
+    """Dao-AILab/flash-attention#2505: a call on a busy stream sees what was written there before it."""
     _, q, k, v = gpu_inputs(cupy)
     expected = cupyflash.attention(q, k, v)
     late = cupy.full_like(q, cupy.nan)
@@ -716,7 +719,7 @@ def test_gpu_cupy_stream(cupy):
 
 @pytest.mark.gpu
 def test_gpu_torch_stream(cupy, torch_cuda):
-    """B103: PyTorch's current stream, and CuPy's is the same afterwards."""
+    """Dao-AILab/flash-attention#2505: PyTorch's current stream, and CuPy's is the same afterwards."""
     torch = torch_cuda
     args = gpu_inputs(cupy)
     _, q, k, v = (torch_from(torch, x) for x in args)
@@ -735,7 +738,7 @@ def test_gpu_torch_stream(cupy, torch_cuda):
 
 @pytest.mark.gpu
 def test_gpu_stream_keeps_memory(cupy):
-    """B107: nothing that the kernels still use goes back to the pool of another stream."""
+    """cupy/cupy#8068: nothing that the kernels still use goes back to the pool of another stream."""
     args = gpu_inputs(cupy)
     expected = gpu_results(*args)
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -751,7 +754,7 @@ def test_gpu_stream_keeps_memory(cupy):
 
 @pytest.mark.gpu
 def test_gpu_not_current(cupy):
-    """B101, B102"""
+    """Dao-AILab/flash-attention#1793, cupy/cupy#5795"""
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("one GPU")
     args = gpu_inputs(cupy)
@@ -769,7 +772,7 @@ def test_gpu_not_current(cupy):
 
 @pytest.mark.gpu
 def test_gpu_graph(cupy):
-    """B105: a warm call can be captured, and the graph reads the buffers anew."""
+    """flashinfer-ai/flashinfer#4609: a warm call can be captured, and the graph reads the buffers anew."""
     args = gpu_inputs(cupy)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -805,7 +808,7 @@ def test_gpu_graph_keeps_its_workspace(cupy):
 
 @pytest.mark.gpu
 def test_gpu_torch_graph(cupy, torch_cuda):
-    """B105"""
+    """flashinfer-ai/flashinfer#4609"""
     torch = torch_cuda
     dout, q, k, v = (torch_from(torch, x) for x in gpu_inputs(cupy))
     side = torch.cuda.Stream()
@@ -825,7 +828,7 @@ def test_gpu_torch_graph(cupy, torch_cuda):
 
 @pytest.mark.gpu
 def test_gpu_threads(cupy):
-    """B108: first calls at once, each thread on a stream of its own; kernels of sizes no other test uses."""
+    """cupy/cupy#6574: first calls at once, each thread on a stream of its own; kernels of sizes no other test uses."""
     args = [[to_cupy(normal((1, 70, 2, 8 * i + 3), "float16", j), cupy) for j in range(4)] for i in range(2)]
     got = [None] * 10
     cupy.cuda.Device().synchronize()
@@ -845,7 +848,7 @@ def test_gpu_threads(cupy):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 def test_gpu_memory(cupy, name, request):
-    """B109"""
+    """pytorch/pytorch#9261"""
     args = gpu_inputs(cupy)
     if name == "torch":
         torch = request.getfixturevalue("torch_cuda")

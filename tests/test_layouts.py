@@ -19,7 +19,10 @@ def both_passes(backend, x, **options):
 
 @ALL_LAYOUTS
 def test_all_arrays_in_a_layout(backend1, layout):
-    """B082, B084, B087: the same layout for everything; memory next to each row is NaN."""
+    """pytorch/pytorch#183484, Dao-AILab/flash-attention#2777, cupy/cupy#10172.
+
+    The same layout for everything; memory next to each row is NaN.
+    """
     x = inputs(backend1, 70, 65, heads_q=4, heads_k=2)
     q, k, v, dout = (laid_out(backend1, array, layout) for array in (*x.qkv, x.dout))
     check(backend1, q, k, v, dout, x.dlse, causal=True)
@@ -29,7 +32,7 @@ def test_all_arrays_in_a_layout(backend1, layout):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("layout", [LAYOUTS["heads first"], LAYOUTS["last axis slow"]], ids=["heads", "last axis"])
 def test_one_array_in_another_layout(backend1, layout, head_dim, name):
-    """B086."""
+    """flagos-ai/FlagGems#5896."""
     x = inputs(backend1, 65, 40, heads_q=2, head_dim=head_dim)
     arrays = {"q": x.q, "k": x.k, "v": x.v}
     arrays[name] = laid_out(backend1, arrays[name], layout)
@@ -63,7 +66,7 @@ def test_results_of_a_backend_in_a_layout(backend1, layout):
 
 
 def test_odd_offsets_of_each_array(backend):
-    """B082: rows of 64 elements that start 1, 2, 3 and 4 elements after an aligned address."""
+    """pytorch/pytorch#183484: rows of 64 elements that start 1, 2, 3 and 4 elements after an aligned address."""
     x = inputs(backend, 64, heads_q=4, batch=6)
     expected = both_passes(backend, x)
     arrays = [laid_out(backend, a, tools.Layout(offset=i)) for i, a in enumerate((*x.qkv, x.dout), start=1)]
@@ -74,7 +77,7 @@ def test_odd_offsets_of_each_array(backend):
 
 @pytest.mark.parametrize("float32_out", [False, True])
 def test_one_offset_after_another(backend16, float32_out):
-    """B082: each array alone off by 2, 4 and 8 bytes, in calls that differ in nothing else."""
+    """pytorch/pytorch#183484: each array alone off by 2, 4 and 8 bytes, in calls that differ in nothing else."""
     x = inputs(backend16, 64, heads_q=1, batch=1)
     dtype = np.float32 if float32_out else backend16.dtype
     names = ("dout", "q", "k", "v", "out")
@@ -95,7 +98,7 @@ def test_one_offset_after_another(backend16, float32_out):
 
 
 def test_broadcast_dout(backend1):
-    """B083: dout with every stride 0, transposed, and a slice."""
+    """Dao-AILab/flash-attention#355: dout with every stride 0, transposed, and a slice."""
     x = inputs(backend1, 5, batch=1, heads_q=2, head_dim=8)
     ones = backend1.xp.ones_like(x.dout)
     out, lse = cupyflash.attention(*x.qkv, return_lse=True)
@@ -119,7 +122,7 @@ def test_broadcast_inputs(backend1):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_slices_of_one_projection(backend1, head_dim):
-    """B086: q, k and v are thirds of the last axis of one array."""
+    """flagos-ai/FlagGems#5896: q, k and v are thirds of the last axis of one array."""
     joined = backend1.normal((2, 65, 3 * 2 * head_dim))
     q, k, v = (part.reshape(2, 65, 2, head_dim) for part in backend1.xp.split(joined, 3, axis=2))
     dout = backend1.normal(q.shape, seed=1)
@@ -129,7 +132,7 @@ def test_slices_of_one_projection(backend1, head_dim):
 @pytest.mark.parametrize("shape", [(1, 33, 2, 64), (2, 33, 1, 64), (2, 1, 2, 64), (1, 1, 1, 64)])
 @pytest.mark.parametrize("stride", [0, 1, 3, 10**12])
 def test_strides_of_axes_of_length_one(backend1, shape, stride):
-    """B088: they mean nothing."""
+    """pytorch/pytorch#99803: they mean nothing."""
 
     def strange(array):
         strides = [stride * array.itemsize if n == 1 else s for n, s in zip(array.shape, array.strides)]
@@ -155,7 +158,7 @@ def test_every_head_dim(backend1, first):
 
 @pytest.mark.parametrize("head_dim", [1, 8, 16, 20, 24, 40, 59, 72, 80, 88, 96, 112, 120, 128, 160, 192, 224, 256])
 def test_head_dims_backward(backend1, head_dim):
-    """B089: padding changes neither the scale nor the sums."""
+    """Dao-AILab/flash-attention#1347: padding changes neither the scale nor the sums."""
     x = inputs(backend1, 70, 65, batch=1, head_dim=head_dim, seed=head_dim)
     q, k, v, dout = (laid_out(backend1, array, tools.Layout(padding=3)) for array in (*x.qkv, x.dout))
     check(backend1, q, k, v, dout)
@@ -163,7 +166,7 @@ def test_head_dims_backward(backend1, head_dim):
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_head_dims_in_every_dtype(backend, head_dim):
-    """B089."""
+    """Dao-AILab/flash-attention#1347."""
     x = inputs(backend, 130, 150, batch=1, head_dim=head_dim)
     check(backend, *x.qkv, x.dout, causal=True)
 
@@ -176,7 +179,7 @@ def test_value_head_dim(backend1, head_dim, head_dim_v):
 
 @pytest.mark.parametrize("head_dim", [16, 64, 72, 128, 256])
 def test_last_channel(backend1, head_dim):
-    """B090: all of the signal in the last channel, as much as in the first."""
+    """triton-lang/triton#621: all of the signal in the last channel, as much as in the first."""
     x = inputs(backend1, 40, 50, batch=1, head_dim=head_dim)
     masked = []
     for array in (*x.qkv, x.dout):
@@ -196,7 +199,7 @@ def test_last_channel(backend1, head_dim):
     "heads_q, heads_k", [(5, 1), (6, 3), (12, 2), (21, 3), (24, 4), (28, 4), (64, 4), (64, 1), (71, 1)]
 )
 def test_groups_of_heads(backend1, heads_q, heads_k):
-    """B092: query head i uses key head i // (heads_q // heads_k)."""
+    """flashinfer-ai/flashinfer#996: query head i uses key head i // (heads_q // heads_k)."""
     x = inputs(backend1, 33, 40, heads_q=heads_q, heads_k=heads_k, batch=1)
     v = x.v.copy()
     for head in range(heads_k):
@@ -210,7 +213,7 @@ def test_groups_of_heads(backend1, heads_q, heads_k):
 
 @pytest.mark.parametrize("heads_q, heads_k", [(5, 2), (2, 4), (7, 3)])
 def test_heads_that_do_not_divide(backend1, heads_q, heads_k):
-    """B092."""
+    """flashinfer-ai/flashinfer#996."""
     x = inputs(backend1, 5, heads_q=heads_q, heads_k=heads_k)
     with pytest.raises(ValueError, match="heads"):
         cupyflash.attention(*x.qkv)

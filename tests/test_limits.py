@@ -39,13 +39,13 @@ def test_many_batches_or_heads(backend1, batch, heads, seqlen, head_dim):
 
 @pytest.mark.parametrize("batch, seqlen, heads", [(65536, 1, 1), (65537, 10, 1), (1, 10, 65536), (3, 2, 70001)])
 def test_grids(cuda, batch, seqlen, heads):
-    """B079."""
+    """pytorch/pytorch#142228."""
     x = inputs(cuda, seqlen, heads_q=heads, batch=batch, head_dim=16)
     check(cuda, *x.qkv, x.dout)
 
 
 def test_decode_of_many_requests(cuda):
-    """B079, B080: v is the number of the request."""
+    """pytorch/pytorch#142228, flashinfer-ai/flashinfer#3125: v is the number of the request."""
     for batch in (65536, 70000):
         q, k, _, _ = one_key(cuda, batch, 1, 64)
         bits = cuda.xp.arange(batch, dtype="u4")
@@ -57,19 +57,24 @@ def test_decode_of_many_requests(cuda):
 @pytest.mark.large
 @pytest.mark.parametrize("head_dim", [128, 16])
 def test_scratch_of_many_short_sequences(cuda, head_dim):
-    """B074: scratch memory rounded up to tiles passes 2^31 elements."""
+    """Dao-AILab/flash-attention#2260: scratch memory rounded up to tiles passes 2^31 elements."""
     needs(cuda, 30)
     check_one_key(cuda, *one_key(cuda, 8300 * (128 // head_dim), 16, head_dim))
 
 
 @pytest.mark.large
 def test_sequence_major_keys(cuda):
-    """B075: position times stride passes 2^31 elements."""
+    """pytorch/pytorch#190857: position times stride passes 2^31 elements."""
     needs(cuda, 40)
     xp, seqlen, batch = cuda.xp, 24000, 700
-    rows = cuda.normal((1009, 128))
-    at = 613 * xp.arange(seqlen, dtype="i4")[:, None] + 7 * xp.arange(batch, dtype="i4")
-    k, v = (rows[(at * step) % 1009].transpose(1, 0, 2)[:, :, None] for step in (1, 5))
+    copies = seqlen * batch // 1009 + 1  # 1009 is prime: every position and batch starts somewhere else in the rows
+    k, v = (
+        xp.tile(cuda.normal((1009, 128)).view("u2"), (copies, 1))[: seqlen * batch]
+        .view(cuda.dtype)
+        .reshape(seqlen, batch, 1, 128)
+        .transpose(1, 0, 2, 3)
+        for _ in range(2)
+    )
     x = inputs(cuda, 4, 1, heads_q=1, batch=batch, head_dim=128)
     out, lse = cupyflash.attention(x.q, k, v, return_lse=True)
     gradients = cupyflash.attention_backward(x.dout, x.q, k, v, out, lse)

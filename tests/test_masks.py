@@ -74,13 +74,15 @@ def counted(backend, seqlen_q, seqlen_k, head_dim=16, **options):
 @pytest.mark.parametrize(
     "seqlen_q, seqlen_k, options, means, counts",
     [
-        pytest.param(5, 2, {"causal": True}, [0, 0, 0, 0, 0.5], [0, 0, 0, 1, 2], id="B004"),
-        pytest.param(1, 8, {"causal": True}, [3.5], [8], id="B053-one"),
-        pytest.param(2, 5, {"causal": True}, [1.5, 2], [4, 5], id="B053-two"),
+        pytest.param(5, 2, {"causal": True}, [0, 0, 0, 0, 0.5], [0, 0, 0, 1, 2], id="Dao-AILab/flash-attention#1778"),
+        pytest.param(1, 8, {"causal": True}, [3.5], [8], id="pytorch/pytorch#144858-one"),
+        pytest.param(2, 5, {"causal": True}, [1.5, 2], [4, 5], id="pytorch/pytorch#144858-two"),
         pytest.param(2, 5, {"causal": "upper_left"}, [0, 0.5], [1, 2], id="upper_left"),
-        pytest.param(5, 5, {"window": (2, 0)}, [0, 0.5, 1, 2, 3], [1, 2, 3, 3, 3], id="B054"),
-        pytest.param(5, 5, {"window": (0, None)}, [2, 2.5, 3, 3.5, 4], [5, 4, 3, 2, 1], id="B056"),
-        pytest.param(1, 100, {"window": (3, 0)}, [97.5], [4], id="B059"),
+        pytest.param(5, 5, {"window": (2, 0)}, [0, 0.5, 1, 2, 3], [1, 2, 3, 3, 3], id="huggingface/transformers#39408"),
+        pytest.param(
+            5, 5, {"window": (0, None)}, [2, 2.5, 3, 3.5, 4], [5, 4, 3, 2, 1], id="Dao-AILab/flash-attention#2624"
+        ),
+        pytest.param(1, 100, {"window": (3, 0)}, [97.5], [4], id="karpathy/nanochat#452"),
         pytest.param(3, 5, {"window": (1, 1)}, [2, 3, 3.5], [3, 3, 2], id="window-lower-right"),
         pytest.param(
             3, 5, {"window": (1, 1), "causal": "upper_left"}, [0, 0.5, 1.5], [1, 2, 2], id="window-upper-left"
@@ -99,7 +101,7 @@ def test_counted_by_hand(backend, seqlen_q, seqlen_k, options, means, counts):
 
 
 def test_causal_with_more_queries_than_keys(backend1):
-    """B004: the first half of the rows sees nothing."""
+    """Dao-AILab/flash-attention#1778: the first half of the rows sees nothing."""
     x = inputs(backend1, 2048, 1024, batch=1, heads_q=1)
     results = check(backend1, *x.qkv, x.dout, x.dlse, causal=True)
     results = {name: backend1.host(array) for name, array in results.items()}
@@ -108,7 +110,7 @@ def test_causal_with_more_queries_than_keys(backend1):
 
 
 def test_only_the_last_row_sees_a_key(backend):
-    """B005."""
+    """Dao-AILab/flash-attention#978."""
     q, k = (backend.array(np.zeros((1, n, 2, 64))) for n in (33, 1))
     v = backend.array(np.ones((1, 1, 2, 64)))
     out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
@@ -137,7 +139,7 @@ def test_no_row_sees_a_key(backend, options):
 
 @pytest.mark.parametrize("window", [(256, 0), (257, 0), (10**9, 0), (2**63, 0), (None, 0)])
 def test_wide_window_is_causal(backend1, window):
-    """B055."""
+    """Dao-AILab/flash-attention#1133."""
     x = inputs(backend1, 257, batch=1)
     options = {"window": window}
     out, lse = cupyflash.attention(*x.qkv, causal=True, return_lse=True)
@@ -150,20 +152,20 @@ def test_wide_window_is_causal(backend1, window):
 
 @pytest.mark.parametrize("window", [(2**31 - 1, 2**31 - 1), (2**62, 2**70), (256, 256), (None, None)])
 def test_widest_window_is_full(backend1, window):
-    """B055."""
+    """Dao-AILab/flash-attention#1133."""
     x = inputs(backend1, 257, batch=1)
     assert tools.same_bits(cupyflash.attention(*x.qkv, window=window), cupyflash.attention(*x.qkv))
 
 
 @pytest.mark.parametrize("window", [(2**31 - 1, 3), (3, 2**31 - 1), (10**9, 0), (0, 10**9)])
 def test_one_wide_side(backend1, window):
-    """B055: no overflow of position + window."""
+    """Dao-AILab/flash-attention#1133: no overflow of position + window."""
     x = inputs(backend1, 200, 130, batch=1)
     check(backend1, *x.qkv, x.dout, window=window)
 
 
 def test_window_of_the_diagonal(backend):
-    """B056: (0, 0) is a bound: each row sees its own key only."""
+    """Dao-AILab/flash-attention#2624: (0, 0) is a bound: each row sees its own key only."""
     x = inputs(backend, 5)
     results = check(backend, *x.qkv, x.dout, window=(0, 0))
     assert tools.same_bits(results["out"].copy(), x.v) and tools.same_bits(results["dv"], x.dout)
@@ -173,7 +175,7 @@ def test_window_of_the_diagonal(backend):
 
 @pytest.mark.parametrize("window", [(-1, -3), (-5, 0), (-1, 0), (0, -1), (-1, None), (-1, -1)])
 def test_negative_windows(backend1, window):
-    """B057."""
+    """Dao-AILab/flash-attention#1116."""
     x = inputs(backend1, 5)
     with pytest.raises(ValueError, match="None"):
         cupyflash.attention(*x.qkv, window=window)
@@ -182,7 +184,7 @@ def test_negative_windows(backend1, window):
 
 
 def test_look_ahead_over_a_long_cache(backend):
-    """B060: thousands of keys before the first that is seen, and an odd head_dim."""
+    """MinghuasLab/flash-attention-npu#168: thousands of keys before the first that is seen, and an odd head_dim."""
     x = inputs(backend, 16, 20000, batch=1, heads_q=1, head_dim=59)
     results = check(backend, *x.qkv, x.dout, window=(0, 256))
     assert not backend.host(results["dk"])[:, : 20000 - 16].any()
@@ -193,7 +195,7 @@ def test_look_ahead_over_a_long_cache(backend):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_in_tiles_that_no_row_sees(backend1, bad):
-    """B010: what no row of a tile sees does not reach it, forward and backward."""
+    """pytorch/pytorch#101967: what no row of a tile sees does not reach it, forward and backward."""
     x = inputs(backend1, 2048, batch=1, heads_q=1)
     clean, clean_lse = cupyflash.attention(*x.qkv, causal=True, return_lse=True)
     clean_dq = cupyflash.attention_backward(x.dout, *x.qkv, clean, clean_lse, causal=True, deterministic=True).dq
@@ -208,7 +210,7 @@ def test_nan_in_tiles_that_no_row_sees(backend1, bad):
 
 
 def test_finite_rubbish_behind_the_mask(backend):
-    """B010: a hidden key of any finite value changes nothing."""
+    """pytorch/pytorch#101967: a hidden key of any finite value changes nothing."""
     x = inputs(backend, 64, batch=1)
     clean, clean_lse = cupyflash.attention(*x.qkv, causal=True, return_lse=True)
     largest = 1e4 if backend.dtype_name == "float16" else 1e10

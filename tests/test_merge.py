@@ -45,7 +45,7 @@ def test_parts_make_the_whole(shape, dtype, count):
 
 
 def test_drift():
-    """B022: 64 chunks of 64 keys in bfloat16, merged in float32, are as good as one call."""
+    """zhuzilin/ring-flash-attention#22: 64 chunks of 64 keys in bfloat16, merged in float32, are as good as one."""
     rng = np.random.default_rng(0)
     q = rng.normal(size=(1, 16, 2, 32)).astype(BF16)
     k, v = (rng.normal(size=(1, 4096, 1, 32)).astype(BF16) for _ in range(2))
@@ -75,7 +75,7 @@ def test_drift():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_parts(dtype):
-    """B006"""
+    """flashinfer-ai/flashinfer#4051"""
     result, *_ = part(3, dtype)
     result[0][0, 0] = -0.0
     result[0][0, 1] = np.finfo("f2").smallest_subnormal if dtype == "float16" else 0

@@ -13,7 +13,7 @@ import cupyflash
 @pytest.mark.parametrize("seqlen_k", [37, 200])
 @pytest.mark.parametrize("one_row", [False, True])
 def test_very_negative_logits(backend, seqlen_k, one_row):
-    """B011: every logit of a row is -80000."""
+    """flashinfer-ai/flashinfer#4267: every logit of a row is -80000."""
     x = inputs(backend, 40, seqlen_k, batch=1, seed=1)
     q = x.q.copy()
     q[:, slice(7, 8) if one_row else slice(None)] = 100
@@ -27,7 +27,7 @@ def test_very_negative_logits(backend, seqlen_k, one_row):
 
 
 def test_huge_equal_logits(backend_bfloat16):
-    """B012: the maximum minus itself is 0, however it is scaled."""
+    """pytorch/pytorch#121558: the maximum minus itself is 0, however it is scaled."""
     value = 133120.0
     for seqlen_k in (1, 5, 70):
         q, k = (backend_bfloat16.array(np.full((1, n, 1, 64), value)) for n in (1, seqlen_k))
@@ -40,7 +40,7 @@ def test_huge_equal_logits(backend_bfloat16):
 
 @pytest.mark.parametrize("scale", [None, 0.1, -0.3, 1 / 3])
 def test_huge_equal_logits_float32(scale):
-    """B012."""
+    """pytorch/pytorch#121558."""
     for dtype, value in ((np.float32, 1e15), (np.float64, 1e150)):
         q, k = np.full((1, 3, 1, 64), value, dtype), np.full((1, 5, 1, 64), value, dtype)
         v = np.random.default_rng(0).standard_normal((1, 5, 1, 64)).astype(dtype)
@@ -50,7 +50,7 @@ def test_huge_equal_logits_float32(scale):
 
 
 def test_one_key_backward(backend):
-    """B013: P is 1, whatever the numbers."""
+    """Dao-AILab/flash-attention#334: P is 1, whatever the numbers."""
     for seed in range(20):
         x = inputs(backend, 1, batch=1, heads_q=1, head_dim=16, seed=seed, factor=3)
         dout = backend.xp.ones_like(x.dout)
@@ -66,7 +66,7 @@ def test_one_key_backward(backend):
 
 @pytest.mark.parametrize("factor", [3, 10])
 def test_spiky_softmax(backend16, factor):
-    """B014."""
+    """Dao-AILab/flash-attention#1052."""
     x = inputs(backend16, 1024, batch=1, heads_q=1, head_dim=128, factor=factor)
     check(backend16, *x.qkv, x.dout, causal=True)
 
@@ -74,7 +74,7 @@ def test_spiky_softmax(backend16, factor):
 @pytest.mark.parametrize("seqlen", [65, 97, 192, 704])
 @pytest.mark.parametrize("shift", [-200.0, 200.0])
 def test_shifted_logits(backend16, seqlen, shift):
-    """B015: a constant in every logit changes nothing but LSE, also where a tile has a tail."""
+    """pytorch/pytorch#196678: a constant in every logit changes nothing but LSE, also where a tile has a tail."""
     x = inputs(backend16, seqlen, batch=1)
     x.q[..., 0], x.k[..., 0] = 40, shift / 5  # 40 * shift / 5 / sqrt(64)
     results = check(backend16, *x.qkv, x.dout)
@@ -85,7 +85,7 @@ def test_shifted_logits(backend16, seqlen, shift):
 
 
 def test_float32_is_not_rounded():
-    """B019."""
+    """triton-lang/triton#1671."""
     backend = tools.Backend("numpy", "float32")
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((1, 128, 1, 32), np.float32) for _ in range(4))
@@ -98,7 +98,7 @@ def test_float32_is_not_rounded():
 
 @pytest.mark.parametrize("seqlen, causal", [(256, False), (1024, True)])
 def test_error_and_bias(backend16, seqlen, causal):
-    """B020: errors no larger than rounding, and no drift to one side."""
+    """Dao-AILab/flash-attention#1071: errors no larger than rounding, and no drift to one side."""
     x = inputs(backend16, seqlen)
     results = check(backend16, *x.qkv, x.dout, causal=causal)
     right = tools.expectation(backend16, *x.qkv, x.dout, causal=causal)
@@ -108,7 +108,7 @@ def test_error_and_bias(backend16, seqlen, causal):
 
 
 def test_group_sums_are_exact(backend_bfloat16):
-    """B021: 48 query heads add up to 48 exactly."""
+    """xlite-dev/ffpa-attn#301: 48 query heads add up to 48 exactly."""
     x = inputs(backend_bfloat16, 100, heads_q=48, heads_k=1, head_dim=32, batch=1)
     q, dout = backend_bfloat16.xp.zeros_like(x.q), backend_bfloat16.xp.ones_like(x.dout)
     out, lse = cupyflash.attention(q, x.k, x.v, return_lse=True)
@@ -117,14 +117,14 @@ def test_group_sums_are_exact(backend_bfloat16):
 
 
 def test_group_sums_are_float32(backend_bfloat16):
-    """B021."""
+    """xlite-dev/ffpa-attn#301."""
     x = inputs(backend_bfloat16, 100, heads_q=64, heads_k=1, head_dim=32, batch=1)
     check(backend_bfloat16, *x.qkv, x.dout)
 
 
 @pytest.mark.parametrize("denormal", [True, False])
 def test_small_numbers_survive(backend, denormal):
-    """B023: float16 denormals always; the GPU flushes those of bfloat16, as documented."""
+    """cupy/cupy#9576: float16 denormals always; the GPU flushes those of bfloat16, as documented."""
     info = {
         "float16": (2.0**-24, 2.0**-14),
         "bfloat16": (2.0**-130, 2.0**-126),
@@ -178,11 +178,19 @@ def test_scales(backend, scale, causal):
     """Zero gives the mean; with a negative scale the maximum is that of the scaled logits."""
     x = inputs(backend, 130, 150, batch=1, head_dim=32)
     results = check(backend, *x.qkv, x.dout, causal=causal, scale=scale)
+<<<<<<< HEAD
     if scale == 0:
         assert not backend.host(results["dq"]).any() and not backend.host(results["dk"]).any()
     if abs(scale) < 1e-30 and not causal:
         expected = np.broadcast_to(backend.host(x.v).mean(axis=1, keepdims=True), x.q.shape)
         tools.assert_close("out", backend.host(results["out"]), expected, 8 * backend.eps)
+=======
+    if abs(scale) < 1e-30:
+        assert max(np.abs(backend.host(results[name])).max() for name in ("dq", "dk")) <= 100 * abs(scale)
+        if not causal:
+            expected = np.broadcast_to(backend.host(x.v).mean(axis=1, keepdims=True), x.q.shape)
+            tools.assert_close("out", backend.host(results["out"]), expected, 8 * backend.eps)
+>>>>>>> polish
 
 
 def test_negative_scale_of_spiky_logits(backend):

@@ -93,9 +93,9 @@ def source(tmp_path_factory):
     """A copy of the tree: building leaves files behind."""
     pytest.importorskip("setuptools", minversion="77")
     source = tmp_path_factory.mktemp("source")
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("cupyflash", "kernels"):
+    for path in (*map(ROOT.joinpath, ("setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE")), *ROOT.glob("*.md")):
+        shutil.copy(path, source)
+    for name in ("cupyflash", "kernels", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     return source
 
@@ -121,11 +121,28 @@ def test_wheel_holds_every_source_file_and_is_small(wheel):
     assert wheel.stat().st_size < 300_000
 
 
-def test_sdist_builds_the_same_wheel(source, wheel, tmp_path):
-    with tarfile.open(build("sdist", source, tmp_path / "sdist")) as archive:
+@pytest.fixture(scope="module")
+def unpacked_sdist(source, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpacked")
+    with tarfile.open(build("sdist", source, folder / "sdist")) as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)
-        archive.extractall(tmp_path / "unpacked")
-    again = build("wheel", next((tmp_path / "unpacked").iterdir()), tmp_path / "wheel")
+        archive.extractall(folder / "tree")
+    return next((folder / "tree").iterdir())
+
+
+def test_sdist_holds_the_sources_the_tests_and_the_documents(unpacked_sdist):
+    def files(root):
+        return {
+            path.relative_to(root).as_posix()
+            for pattern in ("*.md", "LICENSE", "cupyflash/**/*.py", "kernels/**/*.cuh", "tests/*.py", "tests/*.json")
+            for path in root.glob(pattern)
+        }
+
+    assert files(unpacked_sdist) == files(ROOT)
+
+
+def test_sdist_builds_the_same_wheel(unpacked_sdist, wheel, tmp_path):
+    again = build("wheel", unpacked_sdist, tmp_path / "wheel")
     with zipfile.ZipFile(wheel) as first, zipfile.ZipFile(again) as second:
         assert sorted(first.namelist()) == sorted(second.namelist())
 

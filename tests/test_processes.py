@@ -27,7 +27,7 @@ def start(**environment):
 
 @pytest.mark.gpu
 def test_caches(tmp_path):
-    """B120, B121, B125: all at once, and each with the same result."""
+    """cupy/cupy#2296, #9463, #7581: all at once, and each with the same result."""
     accented = tmp_path / "caché 缓存"
     shared = tmp_path / "shared"
     processes = {
@@ -43,7 +43,7 @@ def test_caches(tmp_path):
 
 
 def test_numpy_does_not_import_the_gpu_libraries():
-    """B126: arrays of NumPy need neither CuPy, PyTorch nor JAX."""
+    """cupy/cupy#1790: arrays of NumPy need neither CuPy, PyTorch nor JAX."""
     script = (
         "import sys, numpy, cupyflash\n"
         "q = numpy.ones((1, 5, 2, 8), 'f4')\n"

@@ -325,7 +325,8 @@ def yardstick(dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None
 
     steepest = float(xp.where(xp.isfinite(s), xp.abs(s), work(0)).max())
     eps = float(ml_dtypes.finfo(dtype).eps)
-    tiny = float(ml_dtypes.finfo(dtype).smallest_subnormal)
+    terms = q.shape[1] + k.shape[1] if dtype == work else 1  # sums in the dtype itself round every term
+    tiny = terms * float(ml_dtypes.finfo(dtype).smallest_subnormal)
     slack = {"float32": 4, "float64": 16 * (1 + steepest)}.get(dtype.name, 0.25)
 
     def bound(right, plain, magnitude):
