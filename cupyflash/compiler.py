@@ -167,6 +167,11 @@ def compile_command(archs: list[str] | None, json: bool) -> int:
     if device:
         archs = [f"sm_{device}"]
     jobs = [(variant, arch) for arch in archs or ("sm_80", "sm_90") for variant in choose.variants(_capability(arch))]
+    try:
+        import cupy_backends  # noqa: F401
+    except ImportError:
+        print('compile needs NVRTC, which comes with CuPy: the extra "cuda13" or "cuda12"; no GPU', file=sys.stderr)
+        return 2
     errors, slow = set(), False
     columns = ("arch", "registers", "spill_bytes", "shared_bytes", "seconds", "kernel")
     if not json:
