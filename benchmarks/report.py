@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 MARKS = ("<!-- performance table: benchmarks/report.py --write -->", "<!-- end of the performance table -->")
 TITLES = {"fwd": "forward", "bwd": "backward"}
+PEERS = {"fa2": "FlashAttention-2", "cudnn": "cuDNN", "fa3": "FlashAttention-3", "fa4": "FlashAttention-4"}
 KEY = re.compile(r"d(\d+) (full|causal) S(\d+)(?: (\w+))?")
 
 
@@ -31,37 +32,67 @@ def rates(result):
     return dict(sorted(rows.items(), key=lambda row: (row[0][0], list(TITLES).index(row[0][1]))))
 
 
-def over(rate, peers):
-    """Our rate over that of the fastest of ``peers``, or None."""
+def is_ours(name):
+    return name.startswith("cupyflash")
+
+
+def over(rate, ours, peers):
+    """The rate of ``ours`` over that of the fastest of ``peers``, or None."""
     known = [rate[peer] for peer in peers if peer in rate]
-    return rate["cupyflash"] / max(known) if known and "cupyflash" in rate else None
+    return rate[ours] / max(known) if known and ours in rate else None
 
 
 def table(result):
-    """Markdown with a row for each pass, head_dim and mask; a cell: TFLOP/s (ratio to FlashAttention-2)."""
+    """Markdown with a row for each pass, dtype, head_dim and mask; a cell: TFLOP/s (ratio to the best peer)."""
     rows = rates(result)
     seqlens = sorted({seqlen for row in rows.values() for seqlen in row})
-    peers = sorted({name for row in rows.values() for rate in row.values() for name in rate} - {"cupyflash"})
-    header = ["pass", "dtype", "head_dim", "mask", *seqlens, "over FlashAttention-2", "over the best peer"]
+    header = ["pass", "dtype", "head_dim", "mask", *seqlens]
     lines = [header, ["---"] * len(header)]
     for (dtype, which, head_dim, mask), row in rows.items():
         cells = []
         for seqlen in seqlens:
             rate = row.get(seqlen, {})
-            ratio = over(rate, ["fa2"])
-            cells.append(f"{rate.get('cupyflash', '–')}" + (f" ({ratio:.2f})" if ratio else ""))
-        means = []
-        for rivals in (["fa2"], peers):
-            ratios = [ratio for rate in row.values() if (ratio := over(rate, rivals))]
-            means.append(f"{statistics.geometric_mean(ratios):.2f}" if ratios else "–")
-        lines.append([TITLES[which], dtype, head_dim, mask, *cells, *means])
+            ratio = over(rate, "cupyflash", peers_of(rows))
+            own = f"{rate['cupyflash']:.0f}" if "cupyflash" in rate else "–"
+            cells.append(own + (f" ({ratio:.2f})" if ratio else ""))
+        lines.append([TITLES[which], dtype, head_dim, mask, *cells])
     text = "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-    caption = (
+    return f"{caption(result)}\n\n{text}\n\n{means(rows)}"
+
+
+def peers_of(rows):
+    return sorted({name for row in rows.values() for rate in row.values() for name in rate if not is_ours(name)})
+
+
+def caption(result):
+    """What was measured, where, when and how."""
+    versions = result.get("versions") or {"torch": result["torch"]}
+    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    commands = ", ".join(f"`{command}`" for command in result.get("commands", []))
+    peers = ", ".join(PEERS.get(name, name) for name in peers_of(rates(result)))
+    return (
         f"TFLOP/s of cupyflash on one {result['gpu']}, whose own bfloat16 matrix product reaches "
-        f"{result['ceilings']['bf16 matmul TFLOP/s']}; in parentheses the ratio to FlashAttention-2. The "
-        f"columns are sequence lengths. PyTorch {result['torch']}, cuDNN {result['cudnn']}."
+        f"{result['ceilings']['bf16 matmul TFLOP/s']}; in parentheses the ratio to the best peer of the same run ("
+        f"{peers}). The columns are sequence lengths. Measured on {result.get('date', 'an unknown date')} with {used}, "
+        f"cuDNN {result['cudnn']}" + (f", by {commands}." if commands else ".")
     )
-    return f"{caption}\n\n{text}"
+
+
+def means(rows):
+    """A line of geometric means: the default path over the best peer, the portable one over FlashAttention-2."""
+    found = []
+    for which in TITLES:
+        comparisons = (
+            ("cupyflash", "the default path", peers_of(rows), "the best peer"),
+            ("cupyflash-sm80" if which == "fwd" else "cupyflash", "the portable path", ["fa2"], PEERS["fa2"]),
+        )
+        for ours, path, peers, rivals in comparisons:
+            sizes = [rate for key, row in rows.items() if key[1] == which for rate in row.values()]
+            ratios = [ratio for rate in sizes if (ratio := over(rate, ours, peers))]
+            if ratios:
+                mean = statistics.geometric_mean(ratios)
+                found.append(f"{TITLES[which]}, {path} over {rivals} {mean:.2f} (worst {min(ratios):.2f})")
+    return f"Geometric means over all sizes: {'; '.join(found)}." if found else "cupyflash was not measured."
 
 
 def write(result, readme):

@@ -1,22 +1,29 @@
 """cupyflash and its peers, timed in turn in one process on one GPU.
 
-    python benchmarks/side_by_side.py [--dtypes bfloat16 float16] [--head-dims 64 128 256] [--peers fa2 cudnn]
+    python benchmarks/side_by_side.py [--dtypes bfloat16 float16] [--peers fa2 cudnn] [--paths default sm80]
 
 Sizes are those of the FlashAttention-3 paper: batch * seqlen = 16384 tokens, heads * head_dim = 2048. Every
 entry is timed round after round, so that a drift of the clock hits all alike; a figure is the median of the
 rounds. A forward pass counts 4 * batch * heads * seqlen^2 * head_dim operations, half of that when causal; a
 backward pass 2.5 times as many. Peers: PyTorch's FlashAttention-2 and cuDNN, FlashAttention-3 (its PyTorch or
 JAX package) and FlashAttention-4; one that is not installed is left out and named.
+
+An entry is an implementation and a pass, "fa2.fwd"; "cupyflash.fwd" is the default kernel path of the GPU and
+"cupyflash-sm80.fwd" the portable one, in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
+from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -28,9 +35,13 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TOKENS, WIDTH = 16384, 2048
-ROUNDS, SECONDS = 5, 0.05
-TOLERANCE = 2e-2  # relative error of a 16-bit result against float32
+ROUNDS, SECONDS = 5, 0.03  # of each entry; with two peers and two paths, 36 sizes take about a minute and a half
+TOLERANCES = {"out": 2e-2, "lse": 1e-3, "dq": 2e-2, "dk": 2e-2, "dv": 2e-2}  # relative, against float32
 PASSES = ("fwd", "bwd")
+PACKAGES = (
+    *("cupyflash", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
+    *("torch", "flash-attn-3", "flash-attn3-jax", "flash-attn-4"),
+)
 
 
 def synchronize(_):
@@ -38,10 +49,10 @@ def synchronize(_):
 
 
 class Pair(NamedTuple):
-    """The two passes of one implementation, and how to wait for the result of either."""
+    """The two passes of one implementation, None for one not to be timed; how to wait for the result of either."""
 
     fwd: Callable
-    bwd: Callable
+    bwd: Callable | None
     wait: Callable
 
 
@@ -104,29 +115,86 @@ def fa4(q, k, v, dout, causal):
     return torch_pair(function, q, k, v, dout)
 
 
-def ours(q, k, v, dout, causal):
+def ours(path):
+    """Of the default path both passes, of another its forward: there is one backward, whatever the path."""
+
+    def build(q, k, v, dout, causal):
+        from cupyflash import attention, attention_backward, launch
+
+        plans = {}
+        *qkv, dout_ = (to_cupy(x) for x in (q, k, v, dout))
+
+        def on_path(function, *arrays, **options):
+            def call():
+                launch._plans = plans  # their keys do not name the path
+                return function(*arrays, causal=causal, **options)
+
+            return call
+
+        forward, backward = on_path(attention, *qkv), None
+        with preferred(path):  # for the first calls, which plan
+            out, lse = on_path(attention, *qkv, return_lse=True)()
+            results = {"out": forward(), "lse": lse}
+            if path == "default":
+                backward = on_path(attention_backward, dout_, *qkv, out, lse)
+                results |= backward()._asdict()
+        check(results, q, k, v, dout, causal)
+        return Pair(forward, backward, synchronize)
+
+    return build
+
+
+@contextmanager
+def preferred(path):
+    """CUPYFLASH_PATH set to ``path``; what it was for "default"."""
+    before = os.environ.get("CUPYFLASH_PATH")
+    if path != "default":
+        os.environ["CUPYFLASH_PATH"] = path
+    try:
+        yield
+    finally:
+        if path != "default":
+            del os.environ["CUPYFLASH_PATH"]
+            if before is not None:
+                os.environ["CUPYFLASH_PATH"] = before
+
+
+def to_cupy(x):
+    """The memory of a 16-bit tensor."""
     import cupy
+    import ml_dtypes
 
-    from cupyflash import attention, attention_backward
+    dtype = ml_dtypes.bfloat16 if x.dtype == torch.bfloat16 else "float16"
+    return cupy.from_dlpack(x.view(torch.int16)).view(dtype)
 
-    *qkv, dout_ = (cupy.from_dlpack(x) for x in (q, k, v, dout))
-    saved = (dout_, *qkv, *attention(*qkv, causal=causal, return_lse=True))
-    pair = Pair(lambda: attention(*qkv, causal=causal), lambda: attention_backward(*saved, causal=causal), synchronize)
-    check([pair.fwd(), *pair.bwd()], *(x[:1, :, :1] for x in (q, k, v, dout)), causal)
-    return pair
+
+def to_torch(x, dtype):
+    """The memory of a CuPy array of float32 or, in 16 bits, of ``dtype``."""
+    return torch.from_dlpack(x) if x.itemsize == 4 else torch.from_dlpack(x.view("int16")).view(dtype)
 
 
 def check(results, q, k, v, dout, causal):
-    """Raise unless the first head of ``results`` agrees with standard attention in float32."""
-    qkv = [x.float().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    with sdpa_kernel(SDPBackend.MATH):
-        out = F.scaled_dot_product_attention(*qkv, is_causal=causal)
-    expected = [out, *torch.autograd.grad(out, qkv, dout.float().transpose(1, 2))]
-    for name, result, right in zip(("out", "dq", "dk", "dv"), results, expected, strict=True):
-        got = torch.from_dlpack(result)[:1, :, :1].float().transpose(1, 2)
-        error = ((got - right).norm() / right.norm()).item()
-        if not error < TOLERANCE:
-            raise ArithmeticError(f"wrong {name}: relative error {error:.3g}")
+    """Raise unless first and last head, of the first and the last batch, agree with attention in float32."""
+    for at in (0, -1):
+        expected = standard(*(x[at, :, at].float() for x in (q, k, v, dout)), causal)
+        for name, result in results.items():
+            tensor = to_torch(result, q.dtype)
+            got = (tensor[at, at] if name == "lse" else tensor[at, :, at]).float()
+            error = ((got - expected[name]).norm() / expected[name].norm()).item()
+            if not error < TOLERANCES[name]:
+                raise ArithmeticError(f"wrong {name}[{at}] of head {at}: relative error {error:.3g}")
+
+
+def standard(q, k, v, dout, causal):
+    """Results of standard attention of one head, arrays (seqlen, head_dim)."""
+    qkv = [x.requires_grad_() for x in (q, k, v)]
+    logits = q @ k.T * q.shape[-1] ** -0.5
+    if causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    out = logits.softmax(dim=-1) @ v
+    gradients = torch.autograd.grad(out, qkv, dout, retain_graph=True)
+    lse = logits.detach().logsumexp(dim=-1)
+    return {"out": out.detach(), "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients))}
 
 
 PEERS = {
@@ -146,19 +214,19 @@ def seconds_per_call(call, wait, count):
     return (time.perf_counter() - start) / count
 
 
-def median_seconds(calls):
-    """``calls`` maps a name to (call, wait); all are timed in turn, round after round."""
+def median_seconds(calls, rounds=ROUNDS, seconds=SECONDS):
+    """``calls`` maps a name to (call, wait); all are timed in turn, round after round of ``seconds`` each."""
     counts, samples = {}, {name: [] for name in calls}
     for name, (call, wait) in calls.items():
         seconds_per_call(call, wait, 2)
-        counts[name] = max(3, min(200, int(SECONDS / seconds_per_call(call, wait, 2))))
-    for _ in range(ROUNDS):
+        counts[name] = max(3, min(200, int(seconds / seconds_per_call(call, wait, 2))))
+    for _ in range(rounds):
         for name, (call, wait) in calls.items():
             samples[name].append(seconds_per_call(call, wait, counts[name]))
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def measure_cell(implementations, missing, dtype, head_dim, causal, seqlen):
+def measure_cell(implementations, missing, timing, dtype, head_dim, causal, seqlen):
     """TFLOP/s of every implementation at one size. One that is not installed moves over to ``missing``."""
     torch.manual_seed(0)
     shape = (TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim)
@@ -167,9 +235,10 @@ def measure_cell(implementations, missing, dtype, head_dim, causal, seqlen):
     for name, build in list(implementations.items()):
         try:
             pair = build(*arrays, causal)
-            for which in PASSES:
-                pair.wait(getattr(pair, which)())
-                calls[f"{name}.{which}"] = (getattr(pair, which), pair.wait)
+            made = {f"{name}.{which}": getattr(pair, which) for which in PASSES if getattr(pair, which)}
+            for call in made.values():
+                pair.wait(call())
+            calls |= {entry: (call, pair.wait) for entry, call in made.items()}
         except ImportError as error:
             missing[name] = str(error)
             del implementations[name]
@@ -178,7 +247,7 @@ def measure_cell(implementations, missing, dtype, head_dim, causal, seqlen):
     operations = 4 * TOKENS * seqlen * shape[2] * head_dim * (0.5 if causal else 1)
     tflops = {
         name: round(operations * (2.5 if name.endswith("bwd") else 1) / seconds / 1e12, 1)
-        for name, seconds in median_seconds(calls).items()
+        for name, seconds in median_seconds(calls, *timing).items()
     }
     return {"tflops": tflops, "failed": failed, "ratio_to_best_peer": ratios_to_best(tflops)}
 
@@ -207,20 +276,32 @@ def ceilings():
 
 
 def summarise(cells):
-    """Print the geometric mean and the worst cell of our rate over FlashAttention-2's and the best peer's."""
-    for which in PASSES:
-        ratios = {"FlashAttention-2": {}, "the best peer": {}}
-        for key, cell in cells.items():
-            rate = cell["tflops"]
-            if f"fa2.{which}" in rate and f"cupyflash.{which}" in rate:
-                ratios["FlashAttention-2"][key] = rate[f"cupyflash.{which}"] / rate[f"fa2.{which}"]
-            if which in cell["ratio_to_best_peer"]:
-                ratios["the best peer"][key] = cell["ratio_to_best_peer"][which]
-        for rival, ratio in ratios.items():
+    """Print geometric mean and worst cell of the rate of each of our entries over each peer's and the best peer's."""
+    rates = [cell["tflops"] for cell in cells.values()]
+    for entry in sorted({name for rate in rates for name in rate if name.startswith("cupyflash")}):
+        which = entry.split(".")[1]
+        rivals = {name: [f"{name}.{which}"] for name in PEERS} | {"best peer": [f"{name}.{which}" for name in PEERS]}
+        for rival, names in rivals.items():
+            ratio = {}
+            for key, rate in zip(cells, rates):
+                known = [rate[name] for name in names if name in rate]
+                if entry in rate and known:
+                    ratio[key] = rate[entry] / max(known)
             if ratio:
                 worst = min(ratio, key=ratio.get)
                 mean = statistics.geometric_mean(ratio.values())
-                print(f"{which} over {rival}: geometric mean {mean:.3f}, worst {ratio[worst]:.3f} ({worst})")
+                print(f"{entry} over {rival}: geometric mean {mean:.3f}, worst {ratio[worst]:.3f} ({worst})")
+
+
+def versions():
+    """Of the packages that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def parse_arguments():
@@ -229,32 +310,60 @@ def parse_arguments():
     parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256])
     parser.add_argument("--seqlens", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument(
+        "--paths",
+        nargs="+",
+        default=["default"],
+        choices=["default", "sm80", "sm90"],
+        help="kernel paths of cupyflash; the backward is timed on the default one",
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of one entry in one round")
     parser.add_argument("--quick", action="store_true", help="sequence lengths 1024 and 8192 only")
-    parser.add_argument("--keep", action="store_true", help="keep what OUTPUT holds of other sizes")
+    parser.add_argument("--keep", action="store_true", help="keep the sizes that OUTPUT holds, measure the others")
+    parser.add_argument("--again", action="store_true", help="with --keep: measure the sizes asked for in any case")
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     return parser.parse_args()
 
 
+def has_all(cell, names):
+    """Whether ``cell`` holds a rate, or a failure, of each of the set ``names`` of implementations."""
+    return names <= {entry.split(".")[0] for entry in cell["tflops"]} | set(cell["failed"])
+
+
 def main():
     options = parse_arguments()
-    implementations = {name: PEERS[name] for name in options.peers} | {"cupyflash": ours}
+    implementations = {name: PEERS[name] for name in options.peers}
+    implementations |= {"cupyflash" if path == "default" else f"cupyflash-{path}": ours(path) for path in options.paths}
+    start = time.perf_counter()
     result = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
+        "versions": versions(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commands": ["python " + " ".join(sys.argv)],
         "dtype": "bfloat16",  # of the cells whose key names no other
         "ceilings": ceilings(),
         "missing": {},
         "cells": {},
     }
     if options.keep and options.output.exists():
-        result["cells"] = json.loads(options.output.read_text())["cells"]
+        kept = json.loads(options.output.read_text())
+        result["cells"], result["missing"] = kept["cells"], kept["missing"]
+        result["commands"] = list(dict.fromkeys(kept.get("commands", []) + result["commands"]))
     seqlens = [1024, 8192] if options.quick else options.seqlens
-    for dtype, head_dim, causal, seqlen in product(options.dtypes, options.head_dims, (False, True), seqlens):
+    sizes = list(product(options.dtypes, options.head_dims, (False, True), seqlens))
+    for number, (dtype, head_dim, causal, seqlen) in enumerate(sizes, 1):
         key = f"d{head_dim} {'causal' if causal else 'full'} S{seqlen}"
         key += "" if dtype == result["dtype"] else f" {dtype}"
-        cell = measure_cell(implementations, result["missing"], dtype, head_dim, causal, seqlen)
-        print(key, cell["tflops"], cell["ratio_to_best_peer"], cell["failed"] or "", flush=True)
+        wanted = implementations.keys() - result["missing"].keys()
+        if not options.again and key in result["cells"] and has_all(result["cells"][key], wanted):
+            continue
+        timing = options.rounds, options.seconds
+        cell = measure_cell(implementations, result["missing"], timing, dtype, head_dim, causal, seqlen)
+        progress = f"[{number}/{len(sizes)}, {time.perf_counter() - start:.0f} s]"
+        print(progress, key, cell["tflops"], cell["ratio_to_best_peer"], cell["failed"] or "", flush=True)
         result["cells"][key] = cell
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     print("not installed:", result["missing"] or "none")
