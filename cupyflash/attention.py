@@ -113,13 +113,14 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, out=None, re
     Denormal float16 numbers are kept. ``seqlen_q + seqlen_k`` is less than 2**30.
 
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
-    (and such an ``out`` written through a copy); nothing else is. Results for JAX on the host are copied
-    where JAX wants another alignment.
+    (and such an ``out`` written through a copy), and so is ``q`` where ``scale`` is negative; nothing else
+    is. Results for JAX on the host are copied where JAX wants another alignment.
 
     *Devices and streams.* The call runs on the device of the arrays, which need not be the current one: on
     CuPy's current stream of that device, for PyTorch on PyTorch's. It returns before the GPU is done, except
     for JAX and other DLPack libraries: their allocators could use the memory of an input again, so the call
-    waits. Once it ran, a call with the same shapes and options can be captured in a CUDA graph.
+    waits. Once it ran, a call with the same shapes and options can be captured in a CUDA graph; what the
+    graph needs besides the arrays then stays allocated until the process ends.
 
     References
     ----------
