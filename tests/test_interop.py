@@ -601,7 +601,7 @@ def test_gpu_layouts(cupy, monkeypatch):
 @pytest.mark.gpu
 def test_gpu_strides_between_elements(cupy):
     _, q, k, v = gpu_inputs(cupy)
-    odd = cupy.ndarray(q.shape, q.dtype, cupy.zeros(1 << 20, cupy.uint8).data, (1 << 16, 129, 64, 2))
+    odd = cupy.ndarray(k.shape, k.dtype, cupy.zeros(1 << 20, cupy.uint8).data, (1 << 16, 129, 64, 2))
     with pytest.raises(ValueError, match="k has strides .*129.*multiples of its 2 bytes"):
         cupyflash.attention(q, odd, v)
 
