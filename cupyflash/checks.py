@@ -139,7 +139,10 @@ def _problem(gpu, options, *, q, k, v, **more):
             limit = f"1 to {GPU_HEAD_DIM} on the GPU" if gpu else "1 or more"
             raise ValueError(f"{name} has head_dim {width}; allowed: {limit}")
     if heads_q and (heads_k == 0 or heads_q % heads_k):
-        raise ValueError(f"q has {heads_q} heads and k has {heads_k}; allowed: a multiple of the heads of k")
+        raise ValueError(
+            f"q has {heads_q} heads and k has {heads_k}; allowed: a multiple of the heads of k (axes: batch, seqlen, "
+            "heads, head_dim)"
+        )
     if seqlen_q + seqlen_k >= MAX_SEQLENS:
         raise ValueError(
             f"q has seqlen {seqlen_q} and k has seqlen {seqlen_k}; allowed: less than {MAX_SEQLENS} together"

@@ -42,7 +42,7 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 # Hopper, head_dim up to: (block_k, groups, stages, ping_pong) of full and of banded problems, of up to
 # SHORT keys and of more. Relative to cuDNN 9.19 in the same run, bfloat16, lengths 512 / 1024 / 4096, full then causal:
 #   64: 0.98 1.04 1.18, 0.85 0.86 1.04   96: 1.05 1.10 1.28, 1.10 1.15 1.21   128: 0.97 1.05 1.09, 0.93 1.02 1.11
-#   192: 1.06 1.17 1.21, 0.88 0.98 1.26  256: 0.92 1.12 1.18, 0.99 1.03 1.14
+#   192: 1.06 1.17 1.21, 0.88 0.93 1.26  256: 0.92 1.12 1.18, 0.99 1.03 1.14
 # Tried at 64, 128 and 256:
 #   out written 4 bytes a lane instead of 16         0.95, 0.82, 0.81 at 512: the stores of a tile, not its products
 #   no ping-pong                                     0.84 at 512, 1.22 instead of 1.23 at 16384 (64)
