@@ -7,11 +7,15 @@ import platform
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
-import pytest
-import tools
-
+# Before NumPy is loaded: its products here are small, and threads that wait for each other are slower than one,
+# above all beside the other processes of pytest-xdist.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import tools  # noqa: E402
+
 RECORD = tools.ROOT / "tests" / "gpu_record.json"
 NO_CUDA = tools.cuda_missing()
 
