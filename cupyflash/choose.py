@@ -115,7 +115,7 @@ def path(capability: int, nvrtc: tuple[int, int]) -> str:
 
 def _fitting(table: dict, plain: dict, make, head_dim: int, shared_limit: int):
     key = min(limit for limit in table if limit >= head_dim)
-    specs = [make(*tiling) for tiling in plain.get(key, ()) + table[key]]
+    specs = [make(tiling) for tiling in plain.get(key, ()) + table[key]]
     for spec in specs:
         if spec.shared_bytes * spec.blocks_per_sm <= shared_limit:
             return spec
@@ -130,18 +130,13 @@ def _fitting(table: dict, plain: dict, make, head_dim: int, shared_limit: int):
 def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int, capability: int = 90) -> Variant:
     """Return the forward kernel for `problem` on a device with `shared_limit` bytes of shared memory in a block."""
     d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
-    make = functools.partial(_forward_spec, d, dv, float32_out, access)
+
+    def make(tiling):
+        return ForwardSpec(d, dv, *tiling, float32_out, access)
+
     plain = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
-    return Variant(
-        "sm80/forward.cuh",
-        "forward",
-        problem.dtype,
-        _fitting(FORWARD, plain, make, max(d, dv), shared_limit),
-    )
-
-
-def _forward_spec(d, dv, float32_out, access, block_q, block_k, warps, stages, blocks_per_sm, q_in_registers):
-    return ForwardSpec(d, dv, block_q, block_k, warps, stages, blocks_per_sm, q_in_registers, float32_out, access)
+    spec = _fitting(FORWARD, plain, make, max(d, dv), shared_limit)
+    return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -168,34 +163,15 @@ def persistent(problem: Problem) -> bool:
 def backward(problem: Problem, access: int, deterministic: bool, shared_limit: int, capability: int = 90) -> Variant:
     """Return the main backward kernel for `problem`."""
     d, dv = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
-    make = functools.partial(_backward_spec, d, dv, deterministic, access)
+
+    def make(tiling):
+        _, _, warps, _, grad_warps_k, dq_warps_q, *_ = tiling
+        columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)  # every warp gets a whole number of mma columns
+        return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access)
+
     plain = {} if deterministic or access < 16 or capability >= 100 else BACKWARD_PLAIN
-    return Variant(
-        "sm80/backward.cuh",
-        "backward",
-        problem.dtype,
-        _fitting(BACKWARD, plain, make, max(d, dv), shared_limit),
-    )
-
-
-def _backward_spec(d, dv, deterministic, access, *tiling):
-    block_q, block_k, warps, score_warps_k, grad_warps_k, dq_warps_q, stages, blocks_per_sm = tiling
-    columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)
-    d, dv = round_up(d, columns), round_up(dv, columns)
-    return BackwardSpec(
-        d,
-        dv,
-        block_q,
-        block_k,
-        warps,
-        score_warps_k,
-        grad_warps_k,
-        dq_warps_q,
-        stages,
-        blocks_per_sm,
-        deterministic,
-        access,
-    )
+    spec = _fitting(BACKWARD, plain, make, max(d, dv), shared_limit)
+    return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
 def around_backward(main: Variant, float32_out: bool) -> tuple[Variant, Variant]:
