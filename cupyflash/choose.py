@@ -12,6 +12,12 @@ forward, head_dim                     FA2 = 1      tried
                                                    Q in registers 0.84/0.90 (shared memory: each K and V
                                                    fragment feeds half as many products)
 256: 64x64, 4 warps, 1 stage          1.03 / 1.05  128x64 with 8 warps 0.97/1.01; 64x32, 2 stages 0.91/0.92
+backward, head_dim (queries x keys)
+64: 32x128, 4 warps, P in registers   1.12 / 1.13  64x64 1.01/0.98; 128x128, 8 warps 0.98/0.95; 64x128, 8 warps
+                                                   0.96/0.94, with P through shared memory 0.94/0.92
+128: 64x128, 8 warps as 4 x 2         1.05 / 1.02  8 x 1, P in registers 0.98/0.94; 64x64, 4 warps 1.00/0.95; 32x128
+                                                   0.90/0.85; 64x64, two blocks a multiprocessor 0.80/0.76
+256: 64x64, 8 warps, dq as 4 x 2      0.99 / 0.97  dq as 2 x 4 1.00/0.98, but spills; 32x64 0.85/0.81
 ====================================  ===========  ==========================================================
 """
 

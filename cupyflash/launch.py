@@ -20,25 +20,8 @@ from .spec import Variant
 
 ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
 ROW_ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")], align=True)
-SIZES = np.dtype(
-    [
-        (n, "i4")
-        for n in (
-            "batch",
-            "heads_q",
-            "group",
-            "seqlen_q",
-            "seqlen_k",
-            "head_dim",
-            "head_dim_v",
-            "low",
-            "high",
-            "section",
-        )
-    ]
-    + [("scale", "f4"), ("scale_log2", "f4")],
-    align=True,
-)
+_COUNTS = "batch heads_q group seqlen_q seqlen_k head_dim head_dim_v low high section"
+SIZES = np.dtype([*((n, "i4") for n in _COUNTS.split()), ("scale", "f4"), ("scale_log2", "f4")], align=True)
 FORWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY), ("sizes", SIZES)], align=True
 )
@@ -234,11 +217,8 @@ def _forward_sizes(problem: Problem):
 def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
-    return (
-        path == "sm90"
-        and _plan_hopper_forward(device, problem, q, k, v, out, lse)
-        or _plan_portable_forward(device, problem, q, k, v, out, lse)
-    )
+    plan = _plan_hopper_forward(device, problem, q, k, v, out, lse) if path == "sm90" else None
+    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse)
 
 
 def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan:
