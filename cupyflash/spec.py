@@ -105,6 +105,30 @@ class BackwardSpec(Spec):
 
 
 @dataclass(frozen=True)
+class HopperBackwardSpec(Spec):
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    groups: int
+    stages: int
+    access: int
+
+    blocks_per_sm = 1
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        width = self.head_dim + self.head_dim_v
+        scores = 2 * 2 * self.block_q * self.block_k
+        statistics = 2 * 4 * self.stages * self.block_q
+        return 2 * (self.block_k + self.stages * self.block_q) * width + scores + statistics + 1024
+
+
+@dataclass(frozen=True)
 class PrepareSpec(Spec):
     """Of the two small kernels around the backward: delta before it, the conversion of dq after it."""
 

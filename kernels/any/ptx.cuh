@@ -10,6 +10,10 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
   return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
 
+// 9.7.9.11 st
+__device__ __forceinline__ void store_shared(uint32 address, uint32 value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
 struct float16 {
   unsigned short bits;
 

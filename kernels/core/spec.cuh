@@ -42,6 +42,14 @@ struct BackwardSpec {
   __device__ constexpr bool p_in_registers() const { return score_warps_k == warps && grad_warps_k == warps; }
 };
 
+struct HopperBackwardSpec {
+  int head_dim, head_dim_v;  // 64 or 128
+  int block_q, block_k;      // block_k = 64 * groups
+  int groups;                // warpgroups that compute, 64 keys each
+  int stages;                // tiles of q and dout in flight
+  int access;                // of the stores of dk and dv
+};
+
 struct PrepareSpec {
   int head_dim, head_dim_v;
   bool float32_out;

@@ -58,10 +58,7 @@ __device__ __forceinline__ void load_matrix_transposed(uint32 (&r)[4], uint32 ad
                : "memory");
 }
 
-// 9.7.9.11 st, 9.7.9.8 ld
-__device__ __forceinline__ void store_shared(uint32 address, uint32 value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
+// 9.7.9.8 ld
 __device__ __forceinline__ uint4 load_shared_16(uint32 address) {
   uint4 r;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -45,6 +45,9 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// 9.7.13.4 fence.proxy.async: what this thread stored in shared memory is seen by wgmma and the copy engine.
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // 9.7.20.5 setmaxnreg
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {

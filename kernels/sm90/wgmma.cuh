@@ -64,6 +64,14 @@ struct Wgmma;
                    : OPERANDS_##N                                                                                  \
                    : "l"(a), "l"(b), "r"(accumulate));                                                             \
     }                                                                                                              \
+    /* a and b with contiguous columns, both taken by columns: a^T b */                                            \
+    __device__ __forceinline__ static void transposed_times(float (&d)[N / 8][4], uint64 a, uint64 b,              \
+                                                            int accumulate) {                                      \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, " C ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME \
+                   "." NAME " {" REGISTERS_##N "}, " A ", " B ", p, 1, 1, 1, 1; }"                                 \
+                   : OPERANDS_##N                                                                                  \
+                   : "l"(a), "l"(b), "r"(accumulate));                                                             \
+    }                                                                                                              \
     __device__ __forceinline__ static void times(float (&d)[N / 8][4], const uint32 (&a)[4], uint64 b) {           \
       asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME "." NAME " {" REGISTERS_##N              \
                    "}, {" A ", " B ", " C ", " D "}, " E ", 1, 1, 1, 1;"                                           \
