@@ -61,11 +61,11 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 # Causal 64 at 512 is the weakest: 2.5 tiles of keys for each tile of queries, so that the first scores and the last
 # values, which nothing overlaps, weigh most.
 HOPPER_FORWARD = {
-    64: ((128, 3, 2, True), (128, 3, 2, True), (128, 2, 2, True), (128, 3, 2, True)),
-    96: ((128, 2, 2, True), (96, 3, 2, True), (128, 2, 2, True), (96, 3, 2, True)),
-    128: ((128, 2, 2, True),) * 4,
-    192: ((96, 2, 2, True),) * 4,
-    256: ((80, 2, 2, True), (80, 2, 2, True), (64, 2, 2, True), (80, 2, 2, True)),
+    64: ((128, 1, 3, 2, 4, True), (128, 1, 3, 2, 4, True), (128, 1, 2, 2, 4, True), (128, 1, 3, 2, 4, True)),
+    96: ((128, 1, 2, 2, 4, True), (96, 1, 3, 2, 4, True), (128, 1, 2, 2, 4, True), (96, 1, 3, 2, 4, True)),
+    128: ((128, 1, 2, 2, 4, True),) * 4,
+    192: ((96, 1, 2, 2, 3, True),) * 4,
+    256: ((64, 1, 2, 2, 3, True), (80, 1, 2, 1, 4, True), (64, 1, 2, 2, 3, True), (80, 1, 2, 1, 4, True)),
 }
 SHORT = 2048
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulator of out
@@ -156,13 +156,17 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
     row = HOPPER_FORWARD[min(limit for limit in HOPPER_FORWARD if limit >= max(d, dv))]
     tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
-    spec = HopperForwardSpec(d, dv, *tiling, float32_out, access)
+    packed = access == 16 and _packing_pays(problem, 64 * tiling[2])
+    spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access)
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
 
-def persistent(problem: Problem) -> bool:
-    """Whether Hopper's blocks go from tile to tile; long banded tiles differ too much, so the hardware deals them."""
-    return not problem.banded or problem.seqlen_k <= SHORT
+def _packing_pays(problem: Problem, rows: int) -> bool:
+    """Whether tiles of `rows` that hold all heads of a group are clearly fewer than tiles of one head."""
+    if not 1 < problem.group <= rows:
+        return False
+    packed, single = (-(-problem.seqlen_q // n) for n in (rows // problem.group, rows))
+    return 1.1 * packed < single * problem.group
 
 
 @functools.lru_cache(maxsize=1024)

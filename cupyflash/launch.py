@@ -35,10 +35,10 @@ BACKWARD_PARAMS = np.dtype(
 MAP = np.dtype(("u8", tensor_map.WORDS))
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": ["q", "k", "v", "out", "lse", "sizes"],
-        "formats": [MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES],
-        "offsets": [0, 128, 256, 384, 416, 448],
-        "itemsize": 512,
+        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "paired"],
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, "i4"],
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 624],
+        "itemsize": 640,
     }
 )
 
@@ -208,9 +208,10 @@ def _blocks(pairs: int, tiles: int) -> int:
     return pairs * tiles
 
 
-def _forward_sizes(problem: Problem):
+def _forward_sizes(problem: Problem, packed: int = 1):
+    """`packed`: heads of a tile."""
     key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    section = min(problem.batch * problem.heads_q, max(1, L2_SHARE // key_bytes) * problem.group)
+    section = min(problem.batch * problem.heads_q, max(1, L2_SHARE // key_bytes) * problem.group) // packed
     return _sizes(problem, section)
 
 
@@ -237,22 +238,29 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
     """Return None where the copy engine does not read the layout of q, k or v."""
     if not all(map(tensor_map.possible, (q, k, v))):
         return None
-    variant = choose.hopper_forward(problem, _access(problem, (out,)), out.dtype == np.float32)
+    float32_out = out.dtype == np.float32
+    variant = choose.hopper_forward(problem, _access(problem, (out,)), float32_out)
     spec = variant.spec
-    maps = [
-        tensor_map.encode(x, problem.dtype, n) for x, n in ((q, spec.block_q), (k, spec.block_k), (v, spec.block_k))
-    ]
-    if any(words is None for words in maps):
-        return None
-    blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // spec.block_q))
-    if choose.persistent(problem):
-        blocks = min(blocks, _attribute(device, "MultiProcessorCount"))
+    staged = spec.access == 16 and not float32_out  # the copy engine writes out
+    group = problem.group if spec.packed else 1
+    queries = spec.block_q // group
+    boxes = [("q", q, queries, group), ("k", k, spec.block_k, 1), ("v", v, spec.block_k, 1)]
+    boxes += [("out_map", out, queries, group)] if staged else []
     params = np.zeros(1, HOPPER_FORWARD_PARAMS)
-    params["sizes"] = _forward_sizes(problem)
-    params["q"], params["k"], params["v"] = maps
+    for name, x, rows, heads in boxes:
+        words = tensor_map.encode(x, problem.dtype, rows, heads)
+        if words is None:
+            return None
+        params[name] = words
+    tiles = -(-problem.seqlen_q // queries)
+    params["paired"] = problem.banded and tiles > 1
+    runs = _blocks(problem.batch * problem.heads_q // group, -(-tiles // 2) if params["paired"][0] else tiles)
+    params["sizes"] = _forward_sizes(problem, group)
     _fill(params, "out", out)
     _fill(params, "lse", lse)
-    return Plan.of((Launch.of(variant, blocks, spec.threads),), params, HOPPER_FORWARD_PARAMS.names[:-1])
+    blocks = min(-(-runs // spec.teams), _attribute(device, "MultiProcessorCount"))
+    names = ("q", "k", "v", "out_map" if staged else "out", "lse")
+    return Plan.of((Launch.of(variant, blocks, spec.threads),), params, names)
 
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:

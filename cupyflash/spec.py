@@ -55,9 +55,12 @@ class HopperForwardSpec(Spec):
     head_dim: int
     head_dim_v: int
     block_k: int
+    teams: int
     groups: int
-    stages: int
+    q_slots: int
+    slots: int
     ping_pong: bool
+    packed: bool
     float32_out: bool
     access: int
 
@@ -69,12 +72,12 @@ class HopperForwardSpec(Spec):
 
     @property
     def threads(self) -> int:
-        return 128 * (self.groups + 1)
+        return 128 * (self.teams * self.groups + 1)
 
     @property
     def shared_bytes(self) -> int:
-        d, dv = (-(-n // 64) * 64 for n in (self.head_dim, self.head_dim_v))
-        return 2 * (self.block_q * d + self.stages * self.block_k * (d + dv)) + 1024
+        width = -(-max(self.head_dim, self.head_dim_v) // 64) * 64
+        return 2 * width * self.teams * (self.q_slots * self.block_q + self.slots * self.block_k) + 1024
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ def possible(x) -> bool:
     return x.data.ptr % 16 == 0 and all(0 < s < 1 << 40 and s % 16 == 0 for n, s in _strides(x) if n > 1)
 
 
-def encode(x, dtype: str, rows: int, pointer: int | None = None) -> np.ndarray | None:
-    """Map of (head_dim, seqlen, heads, batch) of `x` in boxes of 64 columns by `rows` rows, as 64-bit words.
+def encode(x, dtype: str, rows: int, heads: int = 1, pointer: int | None = None) -> np.ndarray | None:
+    """Map of (head_dim, heads, seqlen, batch) of `x` in boxes of 64 columns, `heads` and `rows`, as 64-bit words.
 
     None where the driver refuses the layout.
     """
     axes = _strides(x)
     sizes = (ctypes.c_uint64 * 4)(x.shape[3], *(n for n, _ in axes))
     strides = (ctypes.c_uint64 * 3)(*(s if n > 1 else 16 for n, s in axes))
-    box = (ctypes.c_uint32 * 4)(COLUMNS, rows, 1, 1)
+    box = (ctypes.c_uint32 * 4)(COLUMNS, heads, rows, 1)
     ones = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
     buffer = np.zeros(2 * WORDS, np.uint64)
     words = buffer[-buffer.ctypes.data % 64 // 8 :][:WORDS]  # aligned to 64 bytes
@@ -49,7 +49,7 @@ def address_word() -> int | None:
     class Probe:
         shape, strides = (1, 64, 1, 64), (8192, 128, 128, 2)
 
-    a, b = (encode(Probe, "float16", 64, pointer) for pointer in (1 << 20, 0x7F1234567890))
+    a, b = (encode(Probe, "float16", 64, pointer=pointer) for pointer in (1 << 20, 0x7F1234567890))
     if a is None or b is None:
         return None
     changed = np.flatnonzero(a != b)
@@ -60,7 +60,7 @@ def address_word() -> int | None:
 
 def _strides(x) -> tuple:
     (batch, seqlen, heads, _), strides = x.shape, x.strides
-    return (seqlen, strides[1]), (heads, strides[2]), (batch, strides[0])
+    return (heads, strides[2]), (seqlen, strides[1]), (batch, strides[0])
 
 
 @functools.cache

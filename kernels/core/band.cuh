@@ -39,11 +39,15 @@ __device__ inline Range queries_of_all(const Band& band, Range keys) {
   return {band.queries(keys.last).first, band.queries(keys.first).last};
 }
 
-// The key tiles that the queries from `first_row` on see, first to last; none where last < first.
-__device__ inline Range tiles_of(const Band& band, int first_row, int block_q, int block_k) {
-  const Range seen = keys_of_any(band, {first_row, min(first_row + block_q, band.seqlen_q) - 1});
+// The key tiles that the rows see, first to last; none where last < first.
+__device__ inline Range tiles_of(const Band& band, Range rows, int block_k) {
+  const Range seen = keys_of_any(band, rows);
   const int first = seen.first / block_k;
   return {first, seen.last < seen.first ? first - 1 : seen.last / block_k};
+}
+// Those of the queries from `first_row` on.
+__device__ inline Range tiles_of(const Band& band, int first_row, int block_q, int block_k) {
+  return tiles_of(band, {first_row, min(first_row + block_q, band.seqlen_q) - 1}, block_k);
 }
 
 }  // namespace cupyflash

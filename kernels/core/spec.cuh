@@ -19,11 +19,19 @@ struct ForwardSpec {
 struct HopperForwardSpec {
   int head_dim, head_dim_v;
   int block_k;
-  int groups;      // warpgroups that compute, 64 queries each
-  int stages;      // K and V tiles in flight
-  bool ping_pong;  // the warpgroups take turns at the tensor cores
+  int teams;       // each computes tiles of its own
+  int groups;      // warpgroups of a team, 64 rows each
+  int q_slots;     // tiles of Q in flight, each the place of its out later
+  int slots;       // tiles of K and V in flight
+  bool ping_pong;  // the warpgroups of a team take turns at the tensor cores
+  bool packed;     // the rows of a tile are those of all heads that share a key head, query by query
   bool float32_out;
-  int access;  // of the stores of out
+  int access;  // of the stores of out; 16: by the copy engine
+
+  // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
+  __device__ constexpr int threads() const { return 128 * (teams * groups + 1); }
+  __device__ constexpr int registers() const { return teams * groups == 2 ? 232 : teams * groups == 3 ? 160 : 112; }
+  __device__ constexpr int copying_registers() const { return teams * groups == 2 ? 40 : 32; }
 };
 
 struct BackwardSpec {

@@ -8,17 +8,15 @@ namespace cupyflash {
 
 struct Work {
   int tile, batch, head;
-  bool valid;
 };
 
 // `heads` is the number of heads of one batch, `tiles` the tiles of one head; `descending` starts with the last tile.
 __device__ inline Work find_work(uint32 index, int tiles, int batch, int heads, int section, bool descending) {
   const uint32 pairs = uint32(batch) * heads, per_section = uint32(section) * tiles;
   const uint32 first = index / per_section * section, rest = index % per_section;
-  if (first >= pairs) return {0, 0, 0, false};
   const uint32 width = min(uint32(section), pairs - first);
   const uint32 tile = rest / width, pair = first + rest % width;
-  return {int(descending ? tiles - 1 - tile : tile), int(pair / heads), int(pair % heads), tile < uint32(tiles)};
+  return {int(descending ? tiles - 1 - tile : tile), int(pair / heads), int(pair % heads)};
 }
 
 }  // namespace cupyflash

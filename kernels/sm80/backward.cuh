@@ -92,7 +92,6 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     index = ticket;
   }
   const Work work = find_work(index, k_tiles, s.batch, heads_k, s.section, false);
-  if (!work.valid) return;
 
   const Band band(s);
   const int first_key = work.tile * kBlockK;

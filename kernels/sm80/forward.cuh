@@ -52,7 +52,6 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Sizes& s = p.sizes;
   const int q_tiles = (s.seqlen_q + kSpec.block_q - 1) / kSpec.block_q;
   const Work work = find_work(blockIdx.x, q_tiles, s.batch, s.heads_q, s.section, true);
-  if (!work.valid) return;
   const Matrix q = head_of(p.q, work.batch, work.head, s.seqlen_q, s.head_dim);
   const Matrix k = head_of(p.k, work.batch, work.head / s.group, s.seqlen_k, s.head_dim);
   const Matrix v = head_of(p.v, work.batch, work.head / s.group, s.seqlen_k, s.head_dim_v);

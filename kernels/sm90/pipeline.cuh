@@ -6,32 +6,34 @@
 
 namespace cupyflash {
 
-template <int kStages>
+template <int kSlots>
 struct Ring {
-  uint32 barriers;  // kStages full barriers, then kStages empty ones
-  int count = 0;    // tiles so far, on either side
+  uint32 barriers;   // kSlots full barriers, then kSlots empty ones
+  uint32 count = 0;  // tiles so far, on either side
 
   __device__ __forceinline__ explicit Ring(uint32 barriers) : barriers(barriers) {}
 
-  __device__ __forceinline__ void init(int consumer_warps) const {
-    for (int i = 0; i < kStages; ++i) barrier_init(full(i), 1), barrier_init(empty(i), consumer_warps);
+  // `releases`: arrivals that free a slot.
+  __device__ __forceinline__ void init(int releases) const {
+    for (int i = 0; i < kSlots; ++i) barrier_init(full(i), 1), barrier_init(empty(i), releases);
   }
-  __device__ __forceinline__ uint32 full(int stage) const { return barriers + 8 * stage; }
-  __device__ __forceinline__ uint32 empty(int stage) const { return barriers + 8 * (kStages + stage); }
-  __device__ __forceinline__ int stage() const { return count % kStages; }
-  __device__ __forceinline__ uint32 parity() const { return count / kStages & 1; }
-  __device__ __forceinline__ void advance() { ++count; }
+  __device__ __forceinline__ uint32 full(int slot) const { return barriers + 8 * slot; }
+  __device__ __forceinline__ uint32 empty(int slot) const { return barriers + 8 * (kSlots + slot); }
+  // Of the tile that is `ahead` of the present one.
+  __device__ __forceinline__ int slot(int ahead = 0) const { return (count + ahead) % kSlots; }
+  __device__ __forceinline__ uint32 parity(int ahead = 0) const { return (count + ahead) / kSlots & 1; }
+  __device__ __forceinline__ void advance(int tiles = 1) { count += tiles; }
 
   // Producer: waits for room and announces the bytes; the copies then name the full barrier.
   __device__ __forceinline__ uint32 acquire(int bytes) const {
-    barrier_wait(empty(stage()), parity() ^ 1);
-    barrier_expect(full(stage()), bytes);
-    return full(stage());
+    barrier_wait(empty(slot()), parity() ^ 1);
+    barrier_expect(full(slot()), bytes);
+    return full(slot());
   }
   // Consumer. Warps of a group may finish a product at different times: each releases what it has read.
-  __device__ __forceinline__ void wait() const { barrier_wait(full(stage()), parity()); }
-  __device__ __forceinline__ void release() const {
-    if (lane_index() == 0) barrier_arrive(empty(stage()));
+  __device__ __forceinline__ void wait(int ahead = 0) const { barrier_wait(full(slot(ahead)), parity(ahead)); }
+  __device__ __forceinline__ void release(int ahead = 0) const {
+    if (lane_index() == 0) barrier_arrive(empty(slot(ahead)));
   }
 };
 

@@ -32,14 +32,24 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// 9.7.9.26.5.2 cp.async.bulk.tensor: a box of (head_dim, seqlen, heads, batch); what is outside becomes zero.
+// 9.7.9.26.5.2 cp.async.bulk.tensor: a box of (head_dim, heads, seqlen, batch); what is outside the array is read as
+// zero, and not written.
 __device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, uint32 barrier, int col, int row,
                                          int head, int batch) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(target),
-      "l"(&map), "r"(barrier), "r"(col), "r"(row), "r"(head), "r"(batch)
+      "l"(&map), "r"(barrier), "r"(col), "r"(head), "r"(row), "r"(batch)
       : "memory");
+}
+__device__ __forceinline__ void store_box(const TensorMap& map, uint32 source, int col, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(source), "r"(col), "r"(head), "r"(row), "r"(batch)
+               : "memory");
+}
+// 9.7.9.26.6 cp.async.bulk.commit_group, wait_group: until the stores have read shared memory.
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -47,6 +57,13 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
 
 // 9.7.13.4 fence.proxy.async: what this thread stored in shared memory is seen by wgmma and the copy engine.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// 9.7.15.5.15 stmatrix: four 8 x 8 matrices of 16 bits; lane l has the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_matrix(uint32 address, const uint32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
 
 // 9.7.20.5 setmaxnreg
 template <int kRegisters>

@@ -1,6 +1,7 @@
 // Tiles of 16-bit elements in shared memory as the copy engine leaves them and wgmma reads them.
 #pragma once
 
+#include "core/fragment.cuh"
 #include "sm90/ptx.cuh"
 
 namespace cupyflash {
@@ -17,6 +18,25 @@ __device__ __forceinline__ void copy_tile(uint32 target, const TensorMap& map, u
                                           int batch) {
 #pragma unroll
   for (int i = 0; i < panels(kCols); ++i) copy_box(target + i * kRows * kRowBytes, map, full, 64 * i, row, head, batch);
+}
+
+template <int kRows, int kCols>
+__device__ __forceinline__ void store_tile(const TensorMap& map, uint32 source, int row, int head, int batch) {
+#pragma unroll
+  for (int i = 0; i < panels(kCols); ++i) store_box(map, source + i * kRows * kRowBytes, 64 * i, row, head, batch);
+}
+
+// Sixteen rows of a warp, rounded, to rows of a tile of kRows; unit u (16 bytes) of row r is at u ^ (r % 8).
+template <class T, int kRows, int kCols>
+__device__ __forceinline__ void write_rows(const Accumulator<kCols>& acc, uint32 rows) {
+  const int lane = lane_index(), row = lane % 16;
+#pragma unroll
+  for (int step = 0; step < kCols / 16; ++step) {
+    uint32 x[4];
+    acc.template operand<T>(x, step);
+    const int unit = 2 * step % 8 + lane / 16;
+    store_matrix(rows + step / 4 * kRows * kRowBytes + row * kRowBytes + (unit ^ row % 8) * 16, x);
+  }
 }
 
 // 16 columns from 16 * step on of rows of a tile of kRows, as an operand whose rows they are.
