@@ -161,6 +161,11 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
 
+def paired(problem: Problem) -> bool:
+    """Whether a block of Hopper's forward computes a long and a short tile of a head one after the other."""
+    return problem.banded
+
+
 def _packing_pays(problem: Problem, rows: int) -> bool:
     """Whether tiles of `rows` that hold all heads of a group are clearly fewer than tiles of one head."""
     if not 1 < problem.group <= rows:

@@ -253,7 +253,7 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
             return None
         params[name] = words
     tiles = -(-problem.seqlen_q // queries)
-    params["paired"] = problem.banded and tiles > 1
+    params["paired"] = choose.paired(problem) and tiles > 1
     runs = _blocks(problem.batch * problem.heads_q // group, -(-tiles // 2) if params["paired"][0] else tiles)
     params["sizes"] = _forward_sizes(problem, group)
     _fill(params, "out", out)
