@@ -156,7 +156,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
     row = HOPPER_FORWARD[min(limit for limit in HOPPER_FORWARD if limit >= max(d, dv))]
     tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
-    packed = access == 16 and _packing_pays(problem, 64 * tiling[2])
+    packed = access == 16 and _packing_pays(problem, tiling[2])
     spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access)
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
@@ -166,11 +166,11 @@ def paired(problem: Problem) -> bool:
     return problem.banded
 
 
-def _packing_pays(problem: Problem, rows: int) -> bool:
-    """Whether tiles of `rows` that hold all heads of a group are clearly fewer than tiles of one head."""
-    if not 1 < problem.group <= rows:
+def _packing_pays(problem: Problem, groups: int) -> bool:
+    """Whether tiles that hold all heads of a group are clearly fewer than tiles of one head."""
+    if not 1 < problem.group <= 64:
         return False
-    packed, single = (-(-problem.seqlen_q // n) for n in (rows // problem.group, rows))
+    packed, single = (-(-problem.seqlen_q // n) for n in (groups * (64 // problem.group), groups * 64))
     return 1.1 * packed < single * problem.group
 
 

@@ -35,10 +35,10 @@ BACKWARD_PARAMS = np.dtype(
 MAP = np.dtype(("u8", tensor_map.WORDS))
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "paired"],
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, "i4"],
+        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order"],
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ("i4", 6)],
         "offsets": [0, 128, 256, 384, 512, 544, 576, 624],
-        "itemsize": 640,
+        "itemsize": 704,
     }
 )
 
@@ -243,7 +243,7 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
     spec = variant.spec
     staged = spec.access == 16 and not float32_out  # the copy engine writes out
     group = problem.group if spec.packed else 1
-    queries = spec.block_q // group
+    queries = 64 // group  # of a warpgroup
     boxes = [("q", q, queries, group), ("k", k, spec.block_k, 1), ("v", v, spec.block_k, 1)]
     boxes += [("out_map", out, queries, group)] if staged else []
     params = np.zeros(1, HOPPER_FORWARD_PARAMS)
@@ -252,13 +252,15 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
         if words is None:
             return None
         params[name] = words
-    tiles = -(-problem.seqlen_q // queries)
-    params["paired"] = choose.paired(problem) and tiles > 1
-    runs = _blocks(problem.batch * problem.heads_q // group, -(-tiles // 2) if params["paired"][0] else tiles)
+    heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.groups * queries))
+    paired = choose.paired(problem) and tiles > 1
+    runs = -(-tiles // 2) if paired else tiles
+    works = _blocks(problem.batch * heads, runs)
+    params["order"] = queries, heads, tiles, runs, works, paired
     params["sizes"] = _forward_sizes(problem, group)
     _fill(params, "out", out)
     _fill(params, "lse", lse)
-    blocks = min(-(-runs // spec.teams), _attribute(device, "MultiProcessorCount"))
+    blocks = min(-(-works // spec.teams), _attribute(device, "MultiProcessorCount"))
     names = ("q", "k", "v", "out_map" if staged else "out", "lse")
     return Plan.of((Launch.of(variant, blocks, spec.threads),), params, names)
 

@@ -60,6 +60,7 @@ class HopperForwardSpec(Spec):
     q_slots: int
     slots: int
     ping_pong: bool
+    fused: bool
     packed: bool
     float32_out: bool
     access: int
@@ -77,7 +78,7 @@ class HopperForwardSpec(Spec):
     @property
     def shared_bytes(self) -> int:
         width = -(-max(self.head_dim, self.head_dim_v) // 64) * 64
-        return 2 * width * self.teams * (self.q_slots * self.block_q + self.slots * self.block_k) + 1024
+        return 2 * width * self.teams * (self.q_slots * 64 + self.slots * self.block_k) + 1024
 
 
 @dataclass(frozen=True)
