@@ -244,7 +244,8 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
     staged = spec.access == 16 and not float32_out  # the copy engine writes out
     group = problem.group if spec.packed else 1
     queries = 64 // group  # of a warpgroup
-    boxes = [("q", q, queries, group), ("k", k, spec.block_k, 1), ("v", v, spec.block_k, 1)]
+    part = spec.block_k // spec.cluster  # of the keys, that one block copies
+    boxes = [("q", q, queries, group), ("k", k, part, 1), ("v", v, part, 1)]
     boxes += [("out_map", out, queries, group)] if staged else []
     params = np.zeros(1, HOPPER_FORWARD_PARAMS)
     for name, x, rows, heads in boxes:
@@ -252,7 +253,7 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
         if words is None:
             return None
         params[name] = words
-    heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.groups * queries))
+    heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.cluster * spec.groups * queries))
     paired = choose.paired(problem) and tiles > 1
     runs = -(-tiles // 2) if paired else tiles
     works = _blocks(problem.batch * heads, runs)
@@ -260,9 +261,9 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
     params["sizes"] = _forward_sizes(problem, group)
     _fill(params, "out", out)
     _fill(params, "lse", lse)
-    blocks = min(-(-works // spec.teams), _attribute(device, "MultiProcessorCount"))
+    clusters = min(-(-works // spec.teams), _attribute(device, "MultiProcessorCount") // spec.cluster)
     names = ("q", "k", "v", "out_map" if staged else "out", "lse")
-    return Plan.of((Launch.of(variant, blocks, spec.threads),), params, names)
+    return Plan.of((Launch.of(variant, clusters * spec.cluster, spec.threads),), params, names)
 
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:

@@ -55,12 +55,12 @@ class HopperForwardSpec(Spec):
     head_dim: int
     head_dim_v: int
     block_k: int
+    cluster: int
     teams: int
     groups: int
     q_slots: int
     slots: int
     ping_pong: bool
-    fused: bool
     packed: bool
     float32_out: bool
     access: int
@@ -69,7 +69,7 @@ class HopperForwardSpec(Spec):
 
     @property
     def block_q(self) -> int:
-        return 64 * self.groups
+        return 64 * self.cluster * self.groups
 
     @property
     def threads(self) -> int:

@@ -19,12 +19,12 @@ struct ForwardSpec {
 struct HopperForwardSpec {
   int head_dim, head_dim_v;
   int block_k;
+  int cluster;     // blocks that share the tiles of K and V
   int teams;       // each computes tiles of its own
   int groups;      // warpgroups of a team, 64 rows each
   int q_slots;     // tiles of Q, 64 rows each, in flight; each is the place of its out later
   int slots;       // tiles of K and V in flight
   bool ping_pong;  // the warpgroups of a team take turns at the tensor cores
-  bool fused;      // a tile of queries starts with the end of the one before; every key is seen
   bool packed;     // the rows of a tile are those of all heads that share a key head, query by query
   bool float32_out;
   int access;  // of the stores of out; 16: by the copy engine

@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(128 * (kSpec.groups + 1), 1)
       for (int step = 0; step < kBlockQ / 16; ++step)
         Wgmma<T, kDimV>::times(dv.x, prob_operand[step], column_operand<kBlockQ>(dout, step));
       wgmma_commit();
-      // dS^T to shared memory, rows of keys, in the swizzle that wgmma expects: unit u of row r is at u ^ (r % 8).
+    // dS^T to shared memory, rows of keys, in the swizzle that wgmma expects: unit u of row r is at u ^ (r % 8).
 #pragma unroll
       for (int step = 0; step < kBlockQ / 16; ++step)
 #pragma unroll

@@ -79,6 +79,7 @@ struct Works {
 template <class T, HopperForwardSpec kSpec>
 __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_forward(const __grid_constant__ HopperForwardParams p) {
   constexpr int kGroups = kSpec.groups, kTeams = kSpec.teams, kWarpgroups = kTeams * kGroups;
+  constexpr int kCluster = kSpec.cluster;
   constexpr int kBlockK = kSpec.block_k, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   constexpr int kQBytes = tile_bytes(64, kDim), kOutBytes = tile_bytes(64, kDimV);
   constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
@@ -98,36 +99,31 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_forward(const __gri
   const int team = !copies ? warpgroup / kGroups : loads ? copier : kTeams == 3 ? lane_index() % 3 : copier % kTeams;
   const uint32 q_base = ((shared_address(shared) + 1023) & ~1023u) + team * kTeamBytes;
   const uint32 base = q_base + kSpec.q_slots * kQSlot, barrier_base = shared_address(barriers + team * kBarriers);
-  Ring<kSpec.slots> ring(barrier_base);  // K and V
+  Ring<kSpec.slots, kCluster> ring(barrier_base);  // K and V
   Ring<kSpec.q_slots> q_ring(barrier_base + 16 * kSpec.slots);
   const uint32 out_full = barrier_base + 16 * (kSpec.slots + kSpec.q_slots);  // out is where q was
   if (copies && loads && lane_index() == 0) {
-    ring.init(4 * kGroups), q_ring.init(kStaged ? 1 : 4);
+    ring.init(4 * kGroups * kCluster), q_ring.init(kStaged ? 1 : 4);
     for (int i = 0; i < kSpec.q_slots; ++i) barrier_init(out_full + 8 * i, 4);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
   }
-  __syncthreads();
+  if constexpr (kCluster > 1)
+    cluster_sync();
+  else
+    __syncthreads();
 
   const Sizes& s = p.sizes;
   const Band band(s);
-  const int queries = kSpec.packed ? p.queries : 64, block_q = kGroups * queries;  // of a group, of a team
+  const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
+  const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
-  Works works(p, blockIdx.x * kTeams + team, gridDim.x * kTeams);
+  Works works(p, blockIdx.x / kCluster * kTeams + team, gridDim.x / kCluster * kTeams);
 
   if (copies) {
     give_registers<kSpec.copying_registers()>();
     if (loads && lane_index() == 0) {
       prefetch_map(p.q), prefetch_map(p.k), prefetch_map(p.v);
       const int q_bytes = kSpec.packed ? panels(kDim) * queries * s.group * kRowBytes : kQBytes;
-      // The scores of a tile come before the product of the one before it: K0 K1 V0 K2 V1 ... V.
-      int v_tile = -1, v_head = 0, v_batch = 0;  // whose v comes next
-      const auto load_v = [&] {
-        if (v_tile < 0) return;
-        const uint32 target = base + ring.slot() * kSlot;
-        copy_tile<kBlockK, kDimV>(target, p.v, ring.acquire(kVBytes), v_tile * kBlockK, v_head, v_batch);
-        ring.advance();
-        v_tile = -1;
-      };
       for (; works.left(); works.next()) {
         const Work& work = works.work;
         const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
@@ -136,34 +132,39 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_forward(const __gri
 #pragma unroll 1
           for (int group = 0; group < kGroups; ++group) {
             const uint32 target = q_base + q_ring.slot() * kQSlot;
-            copy_tile<64, kDim>(target, p.q, q_ring.acquire(q_bytes), work.tile * block_q + group * queries, head_q,
-                                work.batch);
+            const int row = work.tile * block_q + (rank * kGroups + group) * queries;
+            copy_tile<64, kDim>(target, p.q, q_ring.acquire(q_bytes), row, head_q, work.batch);
             q_ring.advance();
           }
         };
-        if (tiles.last < tiles.first) load_q();
-#pragma unroll 1
-        for (int tile = tiles.last; tile >= tiles.first; --tile) {
+        const auto load_k = [&](int tile) {
           const uint32 target = base + ring.slot() * kSlot;
-          copy_tile<kBlockK, kDim>(target, p.k, ring.acquire(kKBytes), tile * kBlockK, head_k, work.batch);
+          copy_shared<kBlockK, kDim, kCluster>(target, p.k, ring.acquire(kKBytes), tile * kBlockK, head_k, work.batch,
+                                               rank);
           ring.advance();
-          // Where q has no second slot, it waits for the out before it, and that for v.
-          if (tile == tiles.last && kSpec.q_slots >= 2 * kGroups) load_q();
-          load_v();
-          if (tile == tiles.last && kSpec.q_slots < 2 * kGroups) load_q();
-          v_tile = tile, v_head = head_k, v_batch = work.batch;
-        }
-        if (!kSpec.fused) load_v();
+        };
+        const auto load_v = [&](int tile) {
+          const uint32 target = base + ring.slot() * kSlot;
+          copy_shared<kBlockK, kDimV, kCluster>(target, p.v, ring.acquire(kVBytes), tile * kBlockK, head_k, work.batch,
+                                                rank);
+          ring.advance();
+        };
+        // The scores of a tile come before the product of the one before it: K0 K1 V0 K2 V1 ...
+        if (tiles.last >= tiles.first) load_k(tiles.last);
+        load_q();
+#pragma unroll 1
+        for (int tile = tiles.last - 1; tile >= tiles.first; --tile) load_k(tile), load_v(tile + 1);
+        if (tiles.last >= tiles.first) load_v(tiles.first);
       }
-      load_v();
     } else if (kStaged && !loads && lane_index() < (kTeams == 3 ? 3 : copier < 2 * kTeams)) {
       prefetch_map(p.out_map);
       for (; works.left(); works.next())
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
           barrier_wait(out_full + 8 * q_ring.slot(), q_ring.parity());
-          store_tile<64, kDimV>(p.out_map, q_base + q_ring.slot() * kQSlot, works.work.tile * block_q + group * queries,
-                                head_of_q(works.work), works.work.batch);
+          store_tile<64, kDimV>(p.out_map, q_base + q_ring.slot() * kQSlot,
+                                works.work.tile * block_q + (rank * kGroups + group) * queries, head_of_q(works.work),
+                                works.work.batch);
           wait_for_stores();
           barrier_arrive(q_ring.empty(q_ring.slot()));
           q_ring.advance();
@@ -278,81 +279,41 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_forward(const __gri
     ring.advance();
   };
 
-  if constexpr (kSpec.fused) {  // the last product of a tile of queries overlaps with the first of the next
-    const Range tiles = {0, (s.seqlen_k - 1) / kBlockK};
+  // Tiles that other groups of the team see, but not this one: its turns pass, its share of the slots is freed.
+  const auto skip = [&](int count) {
+#pragma unroll 1
+    for (; count > 0; --count) ring.wait(), ring.release(), ring.advance();
+  };
+  const auto sit_out = [&](int steps, bool first) {
+#pragma unroll 1
+    for (; steps > 0; --steps, first = false) turns.wait(), turns.pass_on(), skip(first ? 1 : 2);
+  };
+#pragma unroll 1
+  for (; works.left(); works.next()) {
+    const Work& work = works.work;
+    first_query = work.tile * block_q + (rank * kGroups + group) * queries;
+    const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
+    const Range own = first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
     OnlineSoftmax<1> softmax;
-    if (works.left()) {
-      first_query = works.work.tile * block_q + group * queries;
-      out[0].clear();
-      q_ring.wait(group);
-      start(softmax, tiles.last);
-#pragma unroll 1
-      while (true) {
-        loop(softmax, tiles);
-        const Work work = works.work;
-        works.next();
-        if (!works.left()) {
-          end();
-          finish(softmax, work);
-          break;
-        }
-        OnlineSoftmax<1> next;
-        q_ring.wait(kGroups + group);
-        ring.wait();
-        turns.wait();
-        issue_scores(q_ring.slot(kGroups + group));
-        ring.wait(1);
-        issue_out(1);
-        turns.pass_on();
-        wgmma_wait<1>();
-        ring.release();
-        weigh(next, tiles.last);
-        wgmma_wait<0>();
-        ring.release(1);
-        ring.advance(2);
-        finish(softmax, work);
-        round_weights();
-        out[0].clear();
-        softmax = next;
-        first_query = works.work.tile * block_q + group * queries;
-      }
+    out[0].clear();
+    q_ring.wait(group);
+    if (own.last >= own.first) {
+      sit_out(tiles.last - own.last, true);
+      start(softmax, own.last);
+      if (tiles.last > own.last) skip(1);
+      loop(softmax, own);
+      if (own.first > tiles.first) turns.wait(), turns.pass_on(), skip(1);
+      end();
+      sit_out(own.first - tiles.first - 1, false);
+      if (own.first > tiles.first) skip(1);
+    } else if (tiles.last >= tiles.first) {
+      sit_out(tiles.last - tiles.first + 1, true);
+      skip(1);
     }
-  } else {
-    // Tiles that other groups of the team see, but not this one: its turns pass, its share of the slots is freed.
-    const auto skip = [&](int count) {
-#pragma unroll 1
-      for (; count > 0; --count) ring.wait(), ring.release(), ring.advance();
-    };
-    const auto sit_out = [&](int steps, bool first) {
-#pragma unroll 1
-      for (; steps > 0; --steps, first = false) turns.wait(), turns.pass_on(), skip(first ? 1 : 2);
-    };
-#pragma unroll 1
-    for (; works.left(); works.next()) {
-      const Work& work = works.work;
-      first_query = work.tile * block_q + group * queries;
-      const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
-      const Range own = first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
-      OnlineSoftmax<1> softmax;
-      out[0].clear();
-      q_ring.wait(group);
-      if (own.last >= own.first) {
-        sit_out(tiles.last - own.last, true);
-        start(softmax, own.last);
-        if (tiles.last > own.last) skip(1);
-        loop(softmax, own);
-        if (own.first > tiles.first) turns.wait(), turns.pass_on(), skip(1);
-        end();
-        sit_out(own.first - tiles.first - 1, false);
-        if (own.first > tiles.first) skip(1);
-      } else if (tiles.last >= tiles.first) {
-        sit_out(tiles.last - tiles.first + 1, true);
-        skip(1);
-      }
-      finish(softmax, work);
-    }
+    finish(softmax, work);
   }
   turns.close();
+  if constexpr (kCluster > 1) cluster_sync();  // nobody leaves whom the other may still tell of a free slot
 }
 
 }  // namespace cupyflash

@@ -6,7 +6,7 @@
 
 namespace cupyflash {
 
-template <int kSlots>
+template <int kSlots, int kCluster = 1>
 struct Ring {
   uint32 barriers;   // kSlots full barriers, then kSlots empty ones
   uint32 count = 0;  // tiles so far, on either side
@@ -33,7 +33,11 @@ struct Ring {
   // Consumer. Warps of a group may finish a product at different times: each releases what it has read.
   __device__ __forceinline__ void wait(int ahead = 0) const { barrier_wait(full(slot(ahead)), parity(ahead)); }
   __device__ __forceinline__ void release(int ahead = 0) const {
-    if (lane_index() == 0) barrier_arrive(empty(slot(ahead)));
+    if constexpr (kCluster > 1) {  // every block copies to all
+      if (lane_index() < kCluster) barrier_arrive_at(empty(slot(ahead)), lane_index());
+    } else {
+      if (lane_index() == 0) barrier_arrive(empty(slot(ahead)));
+    }
   }
 };
 

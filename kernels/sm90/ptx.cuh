@@ -16,6 +16,14 @@ __device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
 __device__ __forceinline__ void barrier_arrive(uint32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+// That of another block of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(uint32 barrier, int block) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
 __device__ __forceinline__ void barrier_expect(uint32 barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -42,6 +50,16 @@ __device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, ui
       "l"(&map), "r"(barrier), "r"(col), "r"(head), "r"(row), "r"(batch)
       : "memory");
 }
+// To the same address of the blocks of the cluster that `blocks` has a bit for; each one's own barrier counts the
+// bytes.
+__device__ __forceinline__ void copy_box_to_all(uint32 target, const TensorMap& map, uint32 barrier, int col, int row,
+                                                int head, int batch, int blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(col), "r"(head), "r"(row), "r"(batch), "h"(static_cast<unsigned short>(blocks))
+      : "memory");
+}
 __device__ __forceinline__ void store_box(const TensorMap& map, uint32 source, int col, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(source), "r"(col), "r"(head), "r"(row), "r"(batch)
@@ -63,6 +81,11 @@ __device__ __forceinline__ void store_matrix(uint32 address, const uint32 (&r)[4
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
                "r"(r[2]), "r"(r[3])
                : "memory");
+}
+
+// 9.7.13.3 barrier.cluster
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // 9.7.20.5 setmaxnreg

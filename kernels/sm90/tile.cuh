@@ -20,6 +20,20 @@ __device__ __forceinline__ void copy_tile(uint32 target, const TensorMap& map, u
   for (int i = 0; i < panels(kCols); ++i) copy_box(target + i * kRows * kRowBytes, map, full, 64 * i, row, head, batch);
 }
 
+// The same for all blocks of a cluster: each copies its part of the rows to all.
+template <int kRows, int kCols, int kCluster>
+__device__ __forceinline__ void copy_shared(uint32 target, const TensorMap& map, uint32 full, int row, int head,
+                                            int batch, int rank) {
+  constexpr int kPart = kRows / kCluster;
+#pragma unroll
+  for (int i = 0; i < panels(kCols); ++i) {
+    const uint32 part = target + (i * kRows + rank * kPart) * kRowBytes;
+    if constexpr (kCluster == 1)
+      copy_box(part, map, full, 64 * i, row, head, batch);
+    else
+      copy_box_to_all(part, map, full, 64 * i, row + rank * kPart, head, batch, (1 << kCluster) - 1);
+  }
+}
 template <int kRows, int kCols>
 __device__ __forceinline__ void store_tile(const TensorMap& map, uint32 source, int row, int head, int batch) {
 #pragma unroll
