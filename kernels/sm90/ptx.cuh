@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_matrix(uint32 address, const uint32 (&r)[4
 
 // 9.7.13.3 barrier.cluster
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // 9.7.20.5 setmaxnreg
