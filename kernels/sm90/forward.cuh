@@ -77,7 +77,8 @@ struct Works {
 };
 
 template <class T, HopperForwardSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_forward(const __grid_constant__ HopperForwardParams p) {
+__global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.threads(), 1)
+    hopper_forward(const __grid_constant__ HopperForwardParams p) {
   constexpr int kGroups = kSpec.groups, kTeams = kSpec.teams, kWarpgroups = kTeams * kGroups;
   constexpr int kCluster = kSpec.cluster;
   constexpr int kBlockK = kSpec.block_k, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
