@@ -20,7 +20,7 @@ __device__ __forceinline__ void barrier_arrive(uint32 barrier) {
 __device__ __forceinline__ void barrier_arrive_at(uint32 barrier, int block) {
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
       "r"(block)
       : "memory");
 }
