@@ -61,13 +61,13 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 # Causal 64 at 512 is the weakest: 2.5 tiles of keys for each tile of queries, so that the first scores and the last
 # values, which nothing overlaps, weigh most.
 HOPPER_FORWARD = {
-    64: ((128, 1, 1, 3, 6, 4, True), (128, 1, 1, 3, 6, 4, True), (64, 1, 2, 2, 4, 4, True), (128, 1, 1, 3, 6, 4, True)),
-    96: ((96, 1, 1, 3, 6, 4, True),) * 4,
-    128: ((128, 1, 1, 2, 4, 4, True),) * 4,
-    192: ((80, 1, 1, 2, 4, 4, True), (80, 1, 1, 2, 4, 4, True), (64, 1, 1, 2, 4, 5, True), (112, 1, 1, 2, 4, 3, True)),
-    256: ((64, 1, 1, 2, 3, 4, True),) * 4,
+    64: ((128, 1, 1, 3, 6, 4), (128, 1, 1, 3, 6, 4), (64, 1, 2, 2, 4, 4), (128, 1, 1, 3, 6, 4)),
+    96: ((96, 1, 1, 3, 6, 4),) * 4,
+    128: ((128, 2, 1, 2, 4, 4), (128, 1, 1, 2, 4, 4), (128, 1, 1, 2, 4, 4), (128, 1, 1, 2, 4, 4)),
+    192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
+    256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
-SHORT = 2048
+SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulator of out
 
 # head_dim up to:
@@ -159,11 +159,6 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     packed = access == 16 and _packing_pays(problem, tiling[1] * tiling[3])
     spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access)
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
-
-
-def paired(problem: Problem) -> bool:
-    """Whether a block of Hopper's forward computes a long and a short tile of a head one after the other."""
-    return problem.banded
 
 
 def _packing_pays(problem: Problem, groups: int) -> bool:

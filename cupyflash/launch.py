@@ -32,12 +32,13 @@ BACKWARD_PARAMS = np.dtype(
     align=True,
 )
 
+ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "paired")])
 MAP = np.dtype(("u8", tensor_map.WORDS))
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order"],
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ("i4", 6)],
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 624],
+        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries"],
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4"],
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644],
         "itemsize": 704,
     }
 )
@@ -241,29 +242,36 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
     float32_out = out.dtype == np.float32
     variant = choose.hopper_forward(problem, _access(problem, (out,)), float32_out)
     spec = variant.spec
-    staged = spec.access == 16 and not float32_out  # the copy engine writes out
     group = problem.group if spec.packed else 1
     queries = 64 // group  # of a warpgroup
-    part = spec.block_k // spec.cluster  # of the keys, that one block copies
-    boxes = [("q", q, queries, group), ("k", k, part, 1), ("v", v, part, 1)]
-    boxes += [("out_map", out, queries, group)] if staged else []
+    part = spec.block_k // spec.cluster  # the keys that one block of a cluster copies
+    boxes = {"q": (q, queries, group), "k": (k, part, 1), "v": (v, part, 1)}
+    target = "out_map" if spec.staged else "out"
+    if spec.staged:
+        boxes["out_map"] = (out, queries, group)
     params = np.zeros(1, HOPPER_FORWARD_PARAMS)
-    for name, x, rows, heads in boxes:
+    for name, (x, rows, heads) in boxes.items():
         words = tensor_map.encode(x, problem.dtype, rows, heads)
         if words is None:
             return None
         params[name] = words
-    heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.cluster * spec.groups * queries))
-    paired = choose.paired(problem) and tiles > 1
-    runs = -(-tiles // 2) if paired else tiles
-    works = _blocks(problem.batch * heads, runs)
-    params["order"] = queries, heads, tiles, runs, works, paired
+    heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
+    params["order"], runs = _order(problem, heads, tiles)
+    params["queries"] = queries
     params["sizes"] = _forward_sizes(problem, group)
     _fill(params, "out", out)
     _fill(params, "lse", lse)
-    clusters = min(-(-works // spec.teams), _attribute(device, "MultiProcessorCount") // spec.cluster)
-    names = ("q", "k", "v", "out_map" if staged else "out", "lse")
-    return Plan.of((Launch.of(variant, clusters * spec.cluster, spec.threads),), params, names)
+    clusters = min(-(-runs // spec.teams), _attribute(device, "MultiProcessorCount") // spec.cluster)
+    launch = Launch.of(variant, clusters * spec.cluster, spec.threads)
+    return Plan.of((launch,), params, ("q", "k", "v", target, "lse"))
+
+
+def _order(problem: Problem, heads: int, tiles: int) -> tuple[tuple, int]:
+    """Return the struct `Order` of persistent blocks, and the number of runs; `heads` of a batch have `tiles` each."""
+    paired = problem.banded and tiles > 1
+    runs = -(-tiles // 2) if paired else tiles
+    all_runs = _blocks(problem.batch * heads, runs)
+    return (heads, tiles, runs, all_runs, paired), all_runs
 
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:

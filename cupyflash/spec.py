@@ -60,7 +60,6 @@ class HopperForwardSpec(Spec):
     groups: int
     q_slots: int
     slots: int
-    ping_pong: bool
     packed: bool
     float32_out: bool
     access: int
@@ -68,7 +67,13 @@ class HopperForwardSpec(Spec):
     blocks_per_sm = 1
 
     @property
+    def staged(self) -> bool:
+        """Whether out leaves through shared memory and the copy engine."""
+        return self.access == 16 and not self.float32_out
+
+    @property
     def block_q(self) -> int:
+        """Rows of one tile."""
         return 64 * self.cluster * self.groups
 
     @property

@@ -19,4 +19,34 @@ __device__ inline Work find_work(uint32 index, int tiles, int batch, int heads, 
   return {int(descending ? tiles - 1 - tile : tile), int(pair / heads), int(pair % heads)};
 }
 
+// The tiles that one persistent block computes, one after the other: those of every step-th run.
+struct Works {
+  const Order& order;
+  const Sizes& sizes;
+  uint32 run, step;
+  Work work;
+  int partner;  // the tile that ends the run
+
+  __device__ __forceinline__ Works(const Order& order, const Sizes& sizes, uint32 first, uint32 step)
+      : order(order), sizes(sizes), run(first), step(step) {
+    find();
+  }
+  __device__ __forceinline__ bool left() const { return run < order.all_runs; }
+  __device__ __forceinline__ void next() {
+    if (work.tile != partner) {
+      work.tile = partner;
+    } else {
+      run += step;
+      find();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void find() {
+    work = find_work(run, order.runs, sizes.batch, order.heads, sizes.section, !order.paired);
+    partner = work.tile;
+    if (order.paired) work.tile = order.tiles - 1 - partner;
+  }
+};
+
 }  // namespace cupyflash

@@ -18,62 +18,8 @@ struct HopperForwardParams {
   Array out;  // where out_map is not used
   RowArray lse;
   Sizes sizes;
-  int queries;   // of 64 rows: fewer where the rows are packed
-  int heads;     // of one batch that have tiles of their own
-  int tiles;     // of one head
-  int runs;      // of one head: its tiles or, if paired, its pairs of tiles
-  uint32 works;  // runs of all heads
-  int paired;    // a run is the tiles i and n - 1 - i: equal work on causal masks
-};
-
-// The warpgroups issue their products one after the other, so that one computes its softmax while another multiplies.
-// Barrier first + g opens for group g when the group before it has issued; barrier 0 is that of __syncthreads.
-template <int kGroups>
-struct Turns {
-  static constexpr int kMeeting = 2 * 128;  // threads of the group that waits and of the one that passes on
-  int group, first;
-
-  __device__ __forceinline__ void open() const {
-    if (kGroups > 1 && group == kGroups - 1) named_arrive(first, kMeeting);
-  }
-  __device__ __forceinline__ void wait() const {
-    if (kGroups > 1) named_sync(first + group, kMeeting);
-  }
-  __device__ __forceinline__ void pass_on() const {
-    if (kGroups > 1) named_arrive(first + (group + 1) % kGroups, kMeeting);
-  }
-  __device__ __forceinline__ void close() const {
-    if (kGroups > 1 && group == 0) named_sync(first, kMeeting);
-  }
-};
-
-// The tiles of queries that one team computes, one after the other.
-struct Works {
-  const HopperForwardParams& p;
-  uint32 index, step;
-  Work work;
-  int partner;
-
-  __device__ __forceinline__ Works(const HopperForwardParams& p, uint32 first, uint32 step)
-      : p(p), index(first), step(step) {
-    find();
-  }
-  __device__ __forceinline__ bool left() const { return index < p.works; }
-  __device__ __forceinline__ void next() {
-    if (work.tile != partner) {
-      work.tile = partner;
-    } else {
-      index += step;
-      find();
-    }
-  }
-
- private:
-  __device__ __forceinline__ void find() {
-    work = find_work(index, p.runs, p.sizes.batch, p.heads, p.sizes.section, !p.paired);
-    partner = work.tile;
-    if (p.paired) work.tile = p.tiles - 1 - partner;  // the long one first
-  }
+  Order order;
+  int queries;  // of 64 rows: fewer where the rows are packed
 };
 
 template <class T, HopperForwardSpec kSpec>
@@ -87,23 +33,23 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr int kQSlot = kQBytes > kOutBytes ? kQBytes : kOutBytes, kSlot = kKBytes > kVBytes ? kKBytes : kVBytes;
   constexpr int kTeamBytes = kSpec.q_slots * kQSlot + kSpec.slots * kSlot;
   constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots;
-  constexpr bool kStaged = kSpec.access == 16 && !kSpec.float32_out;
+  constexpr bool kStaged = kSpec.staged();
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[kTeams * kBarriers];
   const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
   const bool copies = warpgroup == kWarpgroups;
-  // Of the four warps that copy, one loads for each team; the others store.
-  const int copier = warp_index() % 4;
-  const bool loads = copier < kTeams;
-  const int team = !copies ? warpgroup / kGroups : loads ? copier : kTeams == 3 ? lane_index() % 3 : copier % kTeams;
+  const int copier = warp_index() % 4;  // of the warps that copy: one loads and one stores for each team
+  const int team = copies ? copier % kTeams : warpgroup / kGroups;
+  const bool loads = copies && copier < kTeams && lane_index() == 0;
+  const bool stores = kStaged && copies && copier / kTeams == 1 && lane_index() == 0;
   const uint32 q_base = ((shared_address(shared) + 1023) & ~1023u) + team * kTeamBytes;
   const uint32 base = q_base + kSpec.q_slots * kQSlot, barrier_base = shared_address(barriers + team * kBarriers);
   Ring<kSpec.slots, kCluster> ring(barrier_base);  // K and V
   Ring<kSpec.q_slots> q_ring(barrier_base + 16 * kSpec.slots);
   const uint32 out_full = barrier_base + 16 * (kSpec.slots + kSpec.q_slots);  // out is where q was
-  if (copies && loads && lane_index() == 0) {
+  if (loads) {
     ring.init(4 * kGroups * kCluster), q_ring.init(kStaged ? 1 : 4);
     for (int i = 0; i < kSpec.q_slots; ++i) barrier_init(out_full + 8 * i, 4);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
@@ -118,11 +64,11 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
-  Works works(p, blockIdx.x / kCluster * kTeams + team, gridDim.x / kCluster * kTeams);
+  Works works(p.order, s, blockIdx.x / kCluster * kTeams + team, gridDim.x / kCluster * kTeams);
 
   if (copies) {
     give_registers<kSpec.copying_registers()>();
-    if (loads && lane_index() == 0) {
+    if (loads) {
       prefetch_map(p.q), prefetch_map(p.k), prefetch_map(p.v);
       const int q_bytes = kSpec.packed ? panels(kDim) * queries * s.group * kRowBytes : kQBytes;
       for (; works.left(); works.next()) {
@@ -139,15 +85,13 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
           }
         };
         const auto load_k = [&](int tile) {
-          const uint32 target = base + ring.slot() * kSlot;
-          copy_shared<kBlockK, kDim, kCluster>(target, p.k, ring.acquire(kKBytes), tile * kBlockK, head_k, work.batch,
-                                               rank);
+          const uint32 target = base + ring.slot() * kSlot, full = ring.acquire(kKBytes);
+          copy_shared<kBlockK, kDim, kCluster>(target, p.k, full, tile * kBlockK, head_k, work.batch, rank);
           ring.advance();
         };
         const auto load_v = [&](int tile) {
-          const uint32 target = base + ring.slot() * kSlot;
-          copy_shared<kBlockK, kDimV, kCluster>(target, p.v, ring.acquire(kVBytes), tile * kBlockK, head_k, work.batch,
-                                                rank);
+          const uint32 target = base + ring.slot() * kSlot, full = ring.acquire(kVBytes);
+          copy_shared<kBlockK, kDimV, kCluster>(target, p.v, full, tile * kBlockK, head_k, work.batch, rank);
           ring.advance();
         };
         // The scores of a tile come before the product of the one before it: K0 K1 V0 K2 V1 ...
@@ -157,7 +101,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         for (int tile = tiles.last - 1; tile >= tiles.first; --tile) load_k(tile), load_v(tile + 1);
         if (tiles.last >= tiles.first) load_v(tiles.first);
       }
-    } else if (kStaged && !loads && lane_index() < (kTeams == 3 ? 3 : copier < 2 * kTeams)) {
+    } else if (stores) {
       prefetch_map(p.out_map);
       for (; works.left(); works.next())
 #pragma unroll 1
@@ -176,17 +120,18 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 
   take_registers<kSpec.registers()>();
   const int group = warpgroup % kGroups, warp_row = warp_index() % 4 * 16;  // a row of the group's 64
-  const Turns<kSpec.ping_pong ? kGroups : 1> turns = {group, 1 + team * kGroups};
+  const Turns<kGroups> turns = {group, 1 + team * kGroups};
   turns.open();
 
   Accumulator<kDimV> out[1];
   Accumulator<kBlockK> scores[1];
   uint32 weights[kBlockK / 16][4];  // the 16-bit scores, as left operand
-  int first_query;                  // of the group
+  OnlineSoftmax<1> softmax;
+  int first_query;  // of the group
   const auto query_of = [&](int row) { return first_query + (kSpec.packed ? row / s.group : row); };
 
-  const auto issue_scores = [&](int q_slot) {  // q k^T
-    const uint32 q = q_base + q_slot * kQSlot, k = base + ring.slot() * kSlot;
+  const auto issue_scores = [&] {  // q k^T
+    const uint32 q = q_base + q_ring.slot(group) * kQSlot, k = base + ring.slot() * kSlot;
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step)
@@ -201,7 +146,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       Wgmma<T, kDimV>::times(out[0].x, weights[step], column_operand<kBlockK>(v, step));
     wgmma_commit();
   };
-  const auto weigh = [&](OnlineSoftmax<1>& softmax, int tile) {  // scores -> weights in float32; whether top rose
+  const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be rescaled
     const int first_key = tile * kBlockK;
     const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
@@ -214,7 +159,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll
     for (int step = 0; step < kBlockK / 16; ++step) scores[0].template operand<T>(weights[step], step);
   };
-  const auto finish = [&](OnlineSoftmax<1>& softmax, const Work& work) {
+  const auto finish = [&](const Work& work) {  // out and lse
     const int slot = q_ring.slot(group);
     float inverse[2], lse[2];
 #pragma unroll
@@ -242,44 +187,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     }
     q_ring.advance(kGroups);
   };
-  const auto loop = [&](OnlineSoftmax<1>& softmax, Range tiles) {  // all tiles but the last one, from which it descends
-#pragma unroll 1
-    for (int tile = tiles.last - 1; tile >= tiles.first; --tile) {
-      ring.wait();
-      turns.wait();
-      issue_scores(q_ring.slot(group));
-      ring.wait(1);
-      issue_out(1);  // of the tile before
-      turns.pass_on();
-      wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
-      ring.release();
-      const bool raised = weigh(softmax, tile);
-      wgmma_wait<0>();  // out is there; v and the registers of the weights are free
-      ring.release(1);
-      ring.advance(2);
-      round_weights();
-      if (raised) softmax.rescale(out);
-    }
-  };
-  const auto start = [&](OnlineSoftmax<1>& softmax, int tile) {
-    ring.wait();
-    turns.wait();
-    issue_scores(q_ring.slot(group));
-    turns.pass_on();
-    wgmma_wait<0>();
-    ring.release();
-    ring.advance();
-    weigh(softmax, tile);
-    round_weights();
-  };
-  const auto end = [&] {
-    ring.wait();
-    issue_out(0);
-    wgmma_wait<0>();
-    ring.release();
-    ring.advance();
-  };
-
   // Tiles that other groups of the team see, but not this one: its turns pass, its share of the slots is freed.
   const auto skip = [&](int count) {
 #pragma unroll 1
@@ -295,23 +202,53 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
     const Range own = first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
-    OnlineSoftmax<1> softmax;
+    const int before = tiles.last - own.last,
+              after = own.first - tiles.first;  // tiles of others, from the last one down
+    softmax = {};
     out[0].clear();
     q_ring.wait(group);
     if (own.last >= own.first) {
-      sit_out(tiles.last - own.last, true);
-      start(softmax, own.last);
-      if (tiles.last > own.last) skip(1);
-      loop(softmax, own);
-      if (own.first > tiles.first) turns.wait(), turns.pass_on(), skip(1);
-      end();
-      sit_out(own.first - tiles.first - 1, false);
-      if (own.first > tiles.first) skip(1);
+      sit_out(before, true);
+      ring.wait();
+      turns.wait();
+      issue_scores();
+      turns.pass_on();
+      wgmma_wait<0>();
+      ring.release();
+      ring.advance();
+      if (before > 0) skip(1);
+      weigh(own.last);
+      round_weights();
+#pragma unroll 1
+      for (int tile = own.last - 1; tile >= own.first; --tile) {
+        ring.wait();
+        turns.wait();
+        issue_scores();
+        ring.wait(1);
+        issue_out(1);  // of the tile before
+        turns.pass_on();
+        wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
+        ring.release();
+        const bool raised = weigh(tile);
+        wgmma_wait<0>();  // out is there; v and the registers of the weights are free
+        ring.release(1);
+        ring.advance(2);
+        round_weights();
+        if (raised) softmax.rescale(out);
+      }
+      if (after > 0) turns.wait(), turns.pass_on(), skip(1);
+      ring.wait();
+      issue_out(0);
+      wgmma_wait<0>();
+      ring.release();
+      ring.advance();
+      sit_out(after - 1, false);
+      if (after > 0) skip(1);
     } else if (tiles.last >= tiles.first) {
       sit_out(tiles.last - tiles.first + 1, true);
       skip(1);
     }
-    finish(softmax, work);
+    finish(work);
   }
   turns.close();
   if constexpr (kCluster > 1) cluster_sync();  // nobody leaves whom the other may still tell of a free slot

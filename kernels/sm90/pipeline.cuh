@@ -41,4 +41,25 @@ struct Ring {
   }
 };
 
+// The warpgroups issue their products one after the other, so that one computes its softmax while another multiplies.
+// Barrier first + g opens for group g when the group before it has issued; barrier 0 is that of __syncthreads.
+template <int kGroups>
+struct Turns {
+  static constexpr int kMeeting = 2 * 128;  // threads of the group that waits and of the one that passes on
+  int group, first;
+
+  __device__ __forceinline__ void open() const {
+    if (kGroups > 1 && group == kGroups - 1) named_arrive(first, kMeeting);
+  }
+  __device__ __forceinline__ void wait() const {
+    if (kGroups > 1) named_sync(first + group, kMeeting);
+  }
+  __device__ __forceinline__ void pass_on() const {
+    if (kGroups > 1) named_arrive(first + (group + 1) % kGroups, kMeeting);
+  }
+  __device__ __forceinline__ void close() const {
+    if (kGroups > 1 && group == 0) named_sync(first, kMeeting);
+  }
+};
+
 }  // namespace cupyflash
