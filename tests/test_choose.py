@@ -38,8 +38,11 @@ def wgmma_widths():
 
 
 def is_valid_on_hopper(spec):
-    assert 2 <= spec.groups <= 3 and spec.ping_pong and spec.stages >= 1 and spec.access in (2, 4, 16)
-    assert spec.threads == 128 * (spec.groups + 1) and spec.block_q == 64 * spec.groups
+    """Roles: at most four warpgroups compute, a fifth copies for two teams at most. A Q slot for each group."""
+    assert spec.cluster in (1, 2) and 1 <= spec.teams <= 2 and spec.groups >= 2 and spec.teams * spec.groups <= 4
+    assert spec.q_slots >= spec.groups and spec.slots >= 3 and spec.access in (2, 4, 16)
+    assert spec.threads == 128 * (spec.teams * spec.groups + 1) and spec.block_q == 64 * spec.cluster * spec.groups
+    assert spec.block_k // spec.cluster % 8 == 0, "each block of a cluster copies whole groups of eight rows"
     return spec.head_dim % 16 == 0 and {spec.block_k, spec.head_dim_v} <= wgmma_widths()
 
 
@@ -74,7 +77,7 @@ def is_valid(spec):
 def fits(spec, limit):
     static = STATIC if getattr(spec, "deterministic", False) else 0
     if isinstance(spec, choose.HopperForwardSpec):
-        static = 8 * (2 + 4 * spec.stages)  # the barriers
+        static = 8 * spec.teams * (2 * spec.slots + 3 * spec.q_slots)  # the barriers
     return spec.shared_bytes + static <= limit and spec.shared_bytes * spec.blocks_per_sm <= limit
 
 
@@ -124,14 +127,33 @@ def test_the_tilings_of_hopper():
     for limit, (d, dv), mask in product(limits, ((1, 1), (1, 0), (0, 1)), MASKS):
         larger, smaller = limit, 16
         spec = hopper(larger if d else smaller, larger if dv else smaller, mask).spec
-        tiling = spec.block_k, spec.groups, spec.stages, spec.ping_pong
-        assert tiling == choose.HOPPER_FORWARD[limit][list(MASKS).index(mask)]
+        assert hopper_tiling(spec) == choose.HOPPER_FORWARD[limit][list(MASKS).index(mask)]
 
 
-def test_which_work_is_dealt_by_the_hardware():
-    for (right, seqlen_k), expected in zip(MASKS.values(), (True, True, True, False)):
-        assert choose.persistent(replace(problem(64), right=right, seqlen_k=seqlen_k)) is expected
-    assert not choose.persistent(replace(problem(64), left=100, seqlen_k=choose.SHORT + 1))
+def hopper_tiling(spec):
+    return spec.block_k, spec.cluster, spec.teams, spec.groups, spec.q_slots, spec.slots
+
+
+@pytest.mark.parametrize(
+    "packed, seqlen_q, heads_q, heads_k",
+    [
+        (True, 1, 8, 1),
+        (True, 1, 64, 1),
+        (True, 16, 8, 2),
+        (True, 5, 6, 2),
+        (True, 130, 8, 2),  # two tiles for each of four heads, or five for all
+        (False, 1, 8, 8),
+        (False, 1, 65, 1),  # more heads than rows of a warpgroup
+        (False, 128, 8, 1),
+        (False, 4096, 8, 1),
+        (False, 1000, 8, 1),  # 63 tiles of all heads, or 8 for each: no gain worth a division in each row
+    ],
+)
+def test_when_the_heads_of_a_group_share_a_tile(packed, seqlen_q, heads_q, heads_k):
+    one = replace(problem(128), seqlen_q=seqlen_q, seqlen_k=choose.SHORT + 1, heads_q=heads_q, heads_k=heads_k)
+    assert choose.hopper_forward(one, 16, False).spec.packed is packed
+    assert not choose.hopper_forward(one, 16, True).spec.packed, "the copy engine alone writes several heads"
+    assert not choose.hopper_forward(one, 8, False).spec.packed
 
 
 @pytest.mark.parametrize("access, stored", [(16, 16), (8, 4), (4, 4), (2, 2)])
@@ -171,8 +193,11 @@ def test_shared_bytes():
     assert (spec.block_q, spec.block_k, spec.stages) == (128, 64, 2)
     assert spec.shared_bytes == 2 * (128 * 96 + 2 * 64 * (96 + 64))
     spec = hopper(96, 40).spec  # rows of 64 columns: one panel after the other, from an address that 1024 divides
-    assert (spec.block_q, spec.block_k, spec.stages, spec.head_dim_v) == (128, 128, 2, 64)
-    assert spec.shared_bytes == 1024 + 2 * (128 * 128 + 2 * 128 * (128 + 64))
+    assert (spec.block_q, spec.block_k, spec.q_slots, spec.slots, spec.head_dim_v) == (192, 96, 6, 4, 64)
+    assert spec.shared_bytes == 1024 + 2 * 128 * (6 * 64 + 4 * 96)
+    spec = hopper(64, mask="banded, short").spec
+    assert (spec.teams, spec.groups, spec.block_k, spec.q_slots, spec.slots) == (2, 2, 64, 4, 4)
+    assert spec.shared_bytes == 1024 + 2 * 2 * 64 * (4 * 64 + 4 * 64)
     spec = choose.backward(problem(128, 64), 16, False, 232448).spec
     assert (spec.block_q, spec.block_k, spec.stages, spec.p_in_registers) == (64, 128, 2, False)
     keys_and_queries = 2 * (128 * 192 + 2 * 64 * 192)
@@ -227,8 +252,8 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             "sm90/forward.cuh",
             HOPPER.format(
                 "float16",
-                ".head_dim=192, .head_dim_v=128, .block_k=96, .groups=2, .stages=2, .ping_pong=true, "
-                ".float32_out=false, .access=16",
+                ".head_dim=192, .head_dim_v=128, .block_k=64, .cluster=1, .teams=1, .groups=2, .q_slots=4, .slots=5, "
+                ".packed=false, .float32_out=false, .access=16",
             ),
         ),
         (
@@ -327,7 +352,7 @@ def test_variants(capability):
         specs = [variant.spec for variant in variants if variant.template == "hopper_forward"]
         for limit, tilings in choose.HOPPER_FORWARD.items():
             own = [s for s in specs if min(n for n in choose.HOPPER_FORWARD if n >= s.head_dim) == limit]
-            assert {(s.block_k, s.groups, s.stages, s.ping_pong) for s in own} == set(tilings)
+            assert {hopper_tiling(s) for s in own} == set(tilings)
             assert {s.float32_out for s in own} == {False, True}
 
 

@@ -36,8 +36,8 @@ def backward(head_dim=64, head_dim_v=None, dtype="float16", access=16, determini
     return choose.backward(problem, access, deterministic, limit)
 
 
-def hopper_forward(head_dim=64, head_dim_v=None, dtype="float16", access=16, float32_out=False, right=None):
-    problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v or head_dim, 1.0, right=right)
+def hopper_forward(head_dim=64, head_dim_v=None, dtype="float16", access=16, float32_out=False, right=None, group=1):
+    problem = Problem(dtype, 1, 1, 1, group, 1, head_dim, head_dim_v or head_dim, 1.0, right=right)
     return choose.hopper_forward(problem, access, float32_out)
 
 
@@ -66,7 +66,7 @@ def test_header(header):
     assert len(instructions) == len(re.findall(r"\basm\b", code))
     if header == "sm90/wgmma.cuh":  # nothing but one instruction and the predicate that it takes
         texts = re.findall(r"\basm volatile\((.*?):", re.sub(r"\s*\\\n\s*", " ", code))
-        assert len(texts) == len(instructions) == 2
+        assert len(texts) == len(instructions) == 3
         for text in texts:
             written = "".join(re.findall(r'"([^"]*)"', text)).replace("{ .reg .pred p;", "")
             executed = [line.split()[0] for line in written.split(";") if line.strip(" }")]
@@ -202,11 +202,13 @@ def test_struct_twins(launch):
         launch.ROW_ARRAY: "cupyflash::RowArray",
         launch.SIZES: "cupyflash::Sizes",
         launch.MAP: "cupyflash::TensorMap",
+        launch.ORDER: "cupyflash::Order",
     }
     twins = {
         "Array": launch.ARRAY,
         "RowArray": launch.ROW_ARRAY,
         "Sizes": launch.SIZES,
+        "Order": launch.ORDER,
         "ForwardParams": launch.FORWARD_PARAMS,
         "BackwardParams": launch.BACKWARD_PARAMS,
         "HopperForwardParams": launch.HOPPER_FORWARD_PARAMS,
@@ -234,9 +236,9 @@ def moved(dtype, by):
 def test_a_wrong_twin_of_the_struct_of_hopper_is_seen(launch):
     right = launch.HOPPER_FORWARD_PARAMS
     nested = {launch.ARRAY: "cupyflash::Array", launch.ROW_ARRAY: "cupyflash::RowArray"}
-    nested |= {launch.SIZES: "cupyflash::Sizes", launch.MAP: "cupyflash::TensorMap"}
-    smaller = np.dtype({"names": ["q"], "formats": [launch.MAP], "offsets": [0], "itemsize": 448})
-    for wrong in (moved(right, 8), renamed(right, "q", "queries"), smaller):
+    nested |= {launch.SIZES: "cupyflash::Sizes", launch.MAP: "cupyflash::TensorMap", launch.ORDER: "cupyflash::Order"}
+    smaller = np.dtype({"names": ["q"], "formats": [launch.MAP], "offsets": [0], "itemsize": 576})
+    for wrong in (moved(right, 8), renamed(right, "q", "query"), smaller):
         with pytest.raises(RuntimeError, match="static assertion failed|has no member|more elements than"):
             compile_twins(same_struct("HopperForwardParams", wrong, nested))
 
@@ -356,6 +358,7 @@ def some_variants(capability):
     on_hopper = [
         hopper_forward(64, dtype=dtype),
         hopper_forward(64, dtype=other, right=0),
+        hopper_forward(128, dtype=other, group=5),
         hopper_forward(40, 96, dtype=other, access=2),
         hopper_forward(192, 128, dtype=other),
         hopper_forward(256, dtype=dtype, float32_out=True),

@@ -98,18 +98,18 @@ def test_arguments_of_the_driver(driver, dtype, kind):
     for _ in range(8):  # wherever NumPy puts its buffer
         words = tensor_map.encode(array((2, 5, 3, 40), (600, 128, 40, 1)), dtype, 128)
         assert words.shape == (tensor_map.WORDS,) and words.ctypes.data == driver.target and driver.target % 64 == 0
-    sizes, strides = [40, 5, 3, 2], [256, 80, 1200]  # head_dim, seqlen, heads, batch; that of head_dim is understood
-    assert driver.arguments == (kind, 4, 1 << 20, sizes, strides, [64, 128, 1, 1], [1, 1, 1, 1], (0, 3, 3, 0))
-    tensor_map.encode(array(), dtype, 80, 1 << 30)
-    assert driver.arguments[2] == 1 << 30 and driver.arguments[5] == [64, 80, 1, 1]
+    sizes, strides = [40, 3, 5, 2], [80, 256, 1200]  # head_dim, heads, seqlen, batch; that of head_dim is understood
+    assert driver.arguments == (kind, 4, 1 << 20, sizes, strides, [64, 1, 128, 1], [1, 1, 1, 1], (0, 3, 3, 0))
+    tensor_map.encode(array(), dtype, 20, 3, pointer=1 << 30)
+    assert driver.arguments[2] == 1 << 30 and driver.arguments[5] == [64, 3, 20, 1]
 
 
 @pytest.mark.parametrize(
     "shape, steps, strides",
     [
-        ((1, 5, 3, 64), (-3, 192, 64, 1), [384, 128, 16]),
-        ((2, 1, 3, 64), (192, 0, 64, 1), [16, 128, 384]),
-        ((2, 5, 1, 64), (320, 64, 1, 1), [128, 16, 640]),
+        ((1, 5, 3, 64), (-3, 192, 64, 1), [128, 384, 16]),
+        ((2, 1, 3, 64), (192, 0, 64, 1), [128, 16, 384]),
+        ((2, 5, 1, 64), (320, 64, 1, 1), [16, 128, 640]),
         ((1, 1, 1, 37), (37, 37, 37, 1), [16, 16, 16]),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_map_is_patched_by_its_address(dtype):
         for rows in (64, 80, 112, 128, 192):
             first = tensor_map.encode(x, dtype, rows)
             for pointer in (16, 1 << 33, 0x7FFFFFFFFFF0):
-                other = tensor_map.encode(x, dtype, rows, pointer)
+                other = tensor_map.encode(x, dtype, rows, pointer=pointer)
                 assert np.flatnonzero(first != other).tolist() == [word] and other[word] == pointer
                 first[word] = pointer
                 assert np.array_equal(first, other)
@@ -218,8 +218,15 @@ SHAPES = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
     "40, 256": (66, 77, 2, 2, 40, 256),
     "256": (127, 161, 2, 1, 256, 256),
     "8": (65, 129, 2, 1, 8, 8),
-    "many tiles": (100, 150, 120, 40, 64, 64),  # more than multiprocessors: blocks go on to a second one
-    "many keys": (300, 2100, 2, 1, 64, 64),  # beyond choose.SHORT
+    "many tiles": (400, 450, 120, 120, 64, 64),  # far more than multiprocessors: blocks go on to others
+    "many tiles of 128": (500, 500, 60, 60, 128, 128),
+    "many tiles of 256": (300, 333, 50, 50, 256, 256),
+    "packed, 3 heads": (7, 300, 6, 2, 128, 128),
+    "packed, 5 heads": (30, 65, 10, 2, 64, 64),
+    "packed, 8 heads": (70, 260, 16, 2, 96, 64),
+    "packed, 64 heads": (3, 2100, 64, 1, 128, 128),
+    "packed, many tiles": (21, 150, 400, 200, 64, 64),
+    "many keys": (600, 2100, 2, 1, 64, 64),  # beyond choose.SHORT
 }
 MASKS = {
     "full": {},

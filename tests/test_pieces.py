@@ -353,10 +353,18 @@ __global__ void find(int* out, int tiles, int batch, int heads, int section, int
   const uint32 i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= uint32(count)) return;
   const Work work = find_work(i, tiles, batch, heads, section, kDescending);
-  out[4 * i] = work.valid, out[4 * i + 1] = work.batch, out[4 * i + 2] = work.head, out[4 * i + 3] = work.tile;
+  out[3 * i] = work.batch, out[3 * i + 1] = work.head, out[3 * i + 2] = work.tile;
+}
+
+__global__ void walk(const Order order, const Sizes sizes, int* out) {
+  int i = 0;
+  for (Works works(order, sizes, blockIdx.x, gridDim.x); works.left(); works.next(), ++i) {
+    int* const one = out + 3 * (blockIdx.x * order.tiles * order.heads * sizes.batch + i);
+    one[0] = works.work.batch, one[1] = works.work.head, one[2] = works.work.tile;
+  }
 }
 """,
-    ("find<true>", "find<false>"),
+    ("find<true>", "find<false>", "walk"),
 )
 
 
@@ -369,17 +377,14 @@ def test_every_tile_is_computed_once(descending):
         for section in sorted({1, 2, 3, pairs // 2, pairs - 1, pairs} - {0}):
             if section > pairs:
                 continue
-            work = find(tiles, batch, heads, section, pairs * tiles + 70, descending)
+            work = find(tiles, batch, heads, section, pairs * tiles, descending)
             case = tiles, batch, heads, section
-            valid = work[:, 0] == 1
-            assert valid[: pairs * tiles].all() and not valid[pairs * tiles :].any(), case
-            work = work[valid]
             expected = {(b, h, t) for b in range(batch) for h in range(heads) for t in range(tiles)}
-            assert {tuple(w) for w in work[:, 1:].tolist()} == expected, case
-            pair = work[:, 1] * heads + work[:, 2]
+            assert {tuple(w) for w in work.tolist()} == expected, case
+            pair = work[:, 0] * heads + work[:, 1]
             assert (np.diff(pair // section) >= 0).all(), (case, "a section starts before the one before it is done")
             for one in range(pairs):
-                own = work[pair == one, 3]
+                own = work[pair == one, 2]
                 assert (np.diff(own) == (-1 if descending else 1)).all(), (case, "the longest tile is not the first")
 
 
@@ -388,12 +393,38 @@ def test_work_of_many_blocks():
     """Indices beyond 2^16 and heads that do not divide into sections."""
     tiles, batch, heads, section = 1025, 3, 37, 50
     work = find(tiles, batch, heads, section, tiles * batch * heads, False)
-    flat = (work[:, 1] * heads + work[:, 2]) * tiles + work[:, 3]
-    assert work[:, 0].all() and np.array_equal(np.sort(flat), np.arange(tiles * batch * heads))
+    flat = (work[:, 0] * heads + work[:, 1]) * tiles + work[:, 2]
+    assert np.array_equal(np.sort(flat), np.arange(tiles * batch * heads))
+
+
+@gpu
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize("blocks", [1, 2, 5, 64])
+def test_works_of_persistent_blocks(paired, blocks):
+    """Every tile once. The tiles i and n - 1 - i follow each other, the longer first, if a run is a pair."""
+    launch = tools.Backend("cuda", "float16").module
+    for tiles, batch, heads, section in ((1, 1, 1, 1), (2, 3, 1, 2), (5, 2, 3, 4), (8, 1, 7, 7)):
+        runs = -(-tiles // 2) if paired else tiles
+        order = np.array([(heads, tiles, runs, batch * heads * runs, paired)], launch.ORDER)
+        sizes = np.zeros(1, launch.SIZES)
+        sizes["batch"], sizes["heads_q"], sizes["section"] = batch, heads, section
+        out = to_gpu(np.full((blocks, batch * heads * tiles, 3), -1, np.int32))
+        WORK.run("walk", blocks, 1, struct(order), struct(sizes), out)
+        lists = [own[own[:, 2] >= 0].tolist() for own in out.get()]
+        found = sorted(tuple(work) for own in lists for work in own)
+        assert found == [(b, h, t) for b in range(batch) for h in range(heads) for t in range(tiles)]
+        for own in lists:
+            for (b, h, tile), (c, g, after) in zip(own, own[1:]):
+                if paired and tile > tiles - 1 - tile:
+                    assert (c, g, after) == (b, h, tiles - 1 - tile)
+
+
+def struct(array):
+    return array.view(np.dtype(("V", array.nbytes)))[0]
 
 
 def find(tiles, batch, heads, section, count, descending):
-    out = nans((count, 4), np.int32)
+    out = nans((count, 3), np.int32)
     arguments = ints(tiles, batch, heads, section, count)
     WORK.run(f"find<{str(descending).lower()}>", -(-count // 128), 128, out, *arguments)
     return out.get()

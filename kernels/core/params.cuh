@@ -26,12 +26,12 @@ struct Sizes {
   float scale, scale_log2;  // the forward's is positive: it takes the maximum before it scales
 };
 
-struct Order {      // of the tiles of persistent blocks
-  int heads;        // of one batch that have tiles of their own
-  int tiles;        // of one head
-  int runs;         // of one head: its tiles or, if paired, its pairs of tiles
-  uint32 all_runs;  // of all heads
-  int paired;       // a run is the tiles i and n - 1 - i: equal work on causal masks
+struct Order {   // of the tiles of persistent blocks
+  int heads;     // of one batch that have tiles of their own
+  int tiles;     // of one head
+  int runs;      // of one head: its tiles or, if paired, its pairs of tiles
+  int all_runs;  // of all heads
+  int paired;    // a run is the tiles i and n - 1 - i: equal work on causal masks
 };
 
 struct ForwardParams {

@@ -31,7 +31,7 @@ struct Works {
       : order(order), sizes(sizes), run(first), step(step) {
     find();
   }
-  __device__ __forceinline__ bool left() const { return run < order.all_runs; }
+  __device__ __forceinline__ bool left() const { return run < uint32(order.all_runs); }
   __device__ __forceinline__ void next() {
     if (work.tile != partner) {
       work.tile = partner;
