@@ -45,21 +45,27 @@ FORWARD = {
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 
-# Hopper, head_dim up to: (block_k, groups, stages, ping_pong) of full and of banded problems, of up to
-# SHORT keys and of more. Relative to cuDNN 9.19 in the same run, bfloat16, lengths 512 / 1024 / 4096, full then causal:
-#   64: 0.98 1.04 1.18, 0.85 0.86 1.04   96: 1.05 1.10 1.28, 1.10 1.15 1.21   128: 0.97 1.05 1.09, 0.93 1.02 1.11
-#   192: 1.06 1.17 1.21, 0.88 0.93 1.26  256: 0.92 1.12 1.18, 0.99 1.03 1.14
-# Tried at 64, 128 and 256:
-#   out written 4 bytes a lane instead of 16         0.95, 0.82, 0.81 at 512: the stores of a tile, not its products
-#   no ping-pong                                     0.84 at 512, 1.22 instead of 1.23 at 16384 (64)
-#   one block a tile                                 10 to 20 % less at 512 to 2048, 5 to 70 % more on long causal tiles
-#   two blocks a multiprocessor, a warpgroup each    0.86, 0.82 at 512, 1.00, 0.95 at 4096
-#   176 keys at 128                                  0.92, 0.99, 1.06
-#   last tile of one work overlapped with the first  5 to 15 % less everywhere
-#   of the next
-#   64 or 96 keys at 64 and 128                      5 to 20 % less
-# Causal 64 at 512 is the weakest: 2.5 tiles of keys for each tile of queries, so that the first scores and the last
-# values, which nothing overlaps, weigh most.
+# Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to SHORT
+# keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, bfloat16, lengths
+# 512 / 1024 / 4096 / 16384, full then causal:
+#    64: 1.08 1.10 1.17 1.23, 1.14 1.12 1.14 1.18    96: 1.05 1.12 1.31 1.33, 1.08 1.12 1.39 1.42
+#   128: 1.01 1.04 1.10 1.12, 1.05 1.13 1.22 1.23   192: 1.10 1.19 1.27 1.24, 1.16 1.20 1.34 1.37
+#   256: 1.04 1.12 1.19 1.19, 1.02 1.16 1.25 1.34
+# Tried at 64, 128 and 256; a figure is the ratio to cuDNN at that length, or what changed:
+#   out stored by the consumers, Q loaded after    0.98, 0.97, 0.92 at 512 full, 0.85, 0.93, 0.99 causal: loads, products
+#   the last scores of the tile before             and stores of a tile followed each other
+#   Q and out in slots of all groups, not of one   256: 0.94 at 512
+#   causal tiles dealt one by one                  5 to 25 % less: unequal work; by the hardware, 5 to 15 % less
+#   all warpgroups on one tile (64, causal, 512)   0.89: at 2.5 tiles of keys, the first scores and the last values, which
+#                                                  nothing overlaps, weigh most; two teams overlap each other's
+#   a team for each warpgroup                      0.78 to 0.86: K and V are read twice as often
+#   tiles overlapped: the first scores of the next 3 % more at 512, 1 to 5 % less from 2048 on
+#   with the last product of this one
+#   two blocks share K and V by multicast          full: 4 % more at 512, the same at 1024, 2 % less at 4096; 64, causal:
+#                                                  less everywhere. With arrivals that release to the cluster: 35 % less,
+#                                                  each is a fence of the GPU's memory
+#   no turns at the tensor cores                   0.79 at 64
+#   176 keys at 128; 80 or 96 at 256               5 to 10 % less
 HOPPER_FORWARD = {
     64: ((128, 1, 1, 3, 6, 4), (128, 1, 1, 3, 6, 4), (64, 1, 2, 2, 4, 4), (128, 1, 1, 3, 6, 4)),
     96: ((96, 1, 1, 3, 6, 4),) * 4,

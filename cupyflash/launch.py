@@ -57,17 +57,17 @@ class Launch:
     """One kernel with its grid."""
 
     kernel: object
-    grid: tuple[int]
-    block: tuple[int]
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
     shared_bytes: int
 
     @classmethod
     def of(cls, variant: Variant, blocks: int, threads: int) -> Launch:
-        device = cupy.cuda.runtime.getDevice()
-        return cls(compiler.kernel(variant, device), (blocks,), (threads,), variant.spec.shared_bytes)
+        kernel = compiler.kernel(variant, cupy.cuda.runtime.getDevice()).kernel  # a RawKernel finds it anew in each call
+        return cls(kernel, (blocks, 1, 1), (threads, 1, 1), variant.spec.shared_bytes)
 
     def __call__(self, struct: np.ndarray) -> None:
-        self.kernel(self.grid, self.block, (struct,), shared_mem=self.shared_bytes)
+        self.kernel(self.grid, self.block, (struct,), self.shared_bytes)
 
 
 @dataclass(frozen=True)
