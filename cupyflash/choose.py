@@ -29,7 +29,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .problem import Problem
-from .spec import BackwardSpec, ForwardSpec, HopperForwardSpec, PrepareSpec, Variant
+from .spec import (
+    BackwardSpec,
+    ForwardSpec,
+    HopperForwardSpec,
+    HopperKeysSpec,
+    HopperQueriesSpec,
+    PrepareSpec,
+    Variant,
+)
 
 PATHS = ("sm80", "sm90")
 
@@ -86,6 +94,19 @@ BACKWARD = {
     256: ((64, 64, 8, 4, 2, 4, 2, 1), (32, 64, 8, 4, 2, 2, 2, 1), (32, 32, 4, 2, 2, 2, 1, 1)),
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
+
+# Hopper, where the backward is split, head_dim up to: (kept, slots, slots_dout) of the kernel of dk and dv, (slots,
+# slots_v) of that of dq. Relative to the fastest of cuDNN 9.19 and FlashAttention-2 to -4 (192: cuDNN alone), bfloat16,
+# lengths 512 / 1024 / 4096, full then causal, before tiles were in pairs:
+#   192: 1.72 1.73 1.59, 1.69 1.67 1.60   256: 1.46 1.52 1.47, 1.39 1.39 1.28
+# Tried at both:
+#   the sum issued before the next scores            0.96 at 512, 0.85 from 4096 on (dk and dv)
+#   all of k and v in shared memory, 2 tiles of q    0.93 to 1.01 (dk and dv)
+#   tiles of q and dout for two blocks of a cluster  0.55 to 0.72 (dk and dv)
+#   one block a tile                                 full 0.86 to 1.00; causal, where nothing was in pairs, 0.83 at 512
+#                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
+HOPPER_KEYS = {192: (3, 3, 3), 256: (2, 3, 2)}
+HOPPER_QUERIES = {192: (2, 2), 256: (2, 1)}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -190,12 +211,37 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
+def split(problem: Problem) -> bool:
+    """Whether Hopper computes dq in a kernel of its own: its sum in memory would cost more than two more products."""
+    return max(problem.head_dim, problem.head_dim_v) > 128
+
+
+@functools.lru_cache(maxsize=1024)
+def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Variant]:
+    """Return Hopper's kernels of (dk, dv) and of dq, for arrays that its copy engine can read.
+
+    `access` is that of the gradients alone, which are written in 16, 4 or 2 bytes at once.
+    """
+    access = 16 if access == 16 else min(access, 4)
+    d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
+    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[max(d, dv)], access)
+    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[max(d, dv)], access)
+    return (
+        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
+        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),
+    )
+
+
+def before_backward(main: Variant, float32_out: bool, access: int) -> Variant:
+    """Return the kernel before `main`; `access` is that of dout and out."""
+    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, float32_out, access)
+    return Variant("any/around_backward.cuh", "prepare_backward", main.dtype, spec)
+
+
 def around_backward(main: Variant, float32_out: bool) -> tuple[Variant, Variant]:
     """Return the kernels before and after `main`."""
-    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, float32_out, main.spec.access)
-    return tuple(
-        Variant("any/around_backward.cuh", name, main.dtype, spec) for name in ("prepare_backward", "finish_backward")
-    )
+    before = before_backward(main, float32_out, main.spec.access)
+    return before, replace(before, template="finish_backward")
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -213,6 +259,9 @@ def variants(capability: int) -> Iterator[Variant]:
                 yield from dict.fromkeys(hopper_forward(one, 16, False) for one in masked)
                 yield hopper_forward(problem, 16, True)
                 yield hopper_forward(problem, 2, False)
+                if split(problem):
+                    yield from hopper_split_backward(problem, 16)
+                    yield from hopper_split_backward(problem, 2)
             for access, deterministic in (*aligned, (16, True)):
                 try:
                     main = backward(problem, access, deterministic, limit, capability)
