@@ -29,7 +29,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .problem import Problem
-from .spec import BackwardSpec, ForwardSpec, HopperForwardSpec, PrepareSpec, Variant
+from .spec import (
+    BackwardSpec,
+    ForwardSpec,
+    HopperForwardSpec,
+    HopperKeysSpec,
+    HopperQueriesSpec,
+    PrepareSpec,
+    Variant,
+)
 
 PATHS = ("sm80", "sm90")
 
@@ -52,20 +60,19 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 #   128: 1.01 1.04 1.10 1.12, 1.05 1.13 1.22 1.23   192: 1.10 1.19 1.27 1.24, 1.16 1.20 1.34 1.37
 #   256: 1.04 1.12 1.19 1.19, 1.02 1.16 1.25 1.34
 # Tried at 64, 128 and 256; a figure is the ratio to cuDNN at that length, or what changed:
-#   out stored by the consumers, Q loaded after    0.98, 0.97, 0.92 at 512 full, 0.85, 0.93, 0.99 causal: loads, products
-#   the last scores of the tile before             and stores of a tile followed each other
-#   Q and out in slots of all groups, not of one   256: 0.94 at 512
-#   causal tiles dealt one by one                  5 to 25 % less: unequal work; by the hardware, 5 to 15 % less
-#   all warpgroups on one tile (64, causal, 512)   0.89: at 2.5 tiles of keys, the first scores and the last values, which
-#                                                  nothing overlaps, weigh most; two teams overlap each other's
-#   a team for each warpgroup                      0.78 to 0.86: K and V are read twice as often
-#   tiles overlapped: the first scores of the next 3 % more at 512, 1 to 5 % less from 2048 on
-#   with the last product of this one
-#   two blocks share K and V by multicast          full: 4 % more at 512, the same at 1024, 2 % less at 4096; 64, causal:
-#                                                  less everywhere. With arrivals that release to the cluster: 35 % less,
-#                                                  each is a fence of the GPU's memory
-#   no turns at the tensor cores                   0.79 at 64
-#   176 keys at 128; 80 or 96 at 256               5 to 10 % less
+#   out stored by the consumers, Q loaded late   0.98, 0.97, 0.92 at 512 full, 0.85, 0.93, 0.99 causal: loads, products
+#                                                and stores of a tile followed each other
+#   Q and out in slots of all groups together    256: 0.94 at 512
+#   causal tiles dealt one by one                5 to 25 % less: unequal work; by the hardware, 5 to 15 % less
+#   all warpgroups on one tile                   64, causal, 512: 0.89. At 2.5 tiles of keys the first scores and the last
+#                                                values, which nothing overlaps, weigh most; two teams overlap each other
+#   a team for each warpgroup                    0.78 to 0.86: K and V are read twice as often
+#   first scores of the next tile of queries     3 % more at 512, 1 to 5 % less from 2048 on
+#   overlapped with the last product of this
+#   K and V by multicast to two blocks           full: 4 % more at 512, equal at 1024, 2 % less at 4096; 64 and causal:
+#                                                less. Arrivals that release to the cluster cost 35 %: fences of all memory
+#   no turns at the tensor cores                 0.79 at 64
+#   176 keys at 128; 80 or 96 at 256             5 to 10 % less
 HOPPER_FORWARD = {
     64: ((128, 1, 1, 3, 6, 4), (128, 1, 1, 3, 6, 4), (64, 1, 2, 2, 4, 4), (128, 1, 1, 3, 6, 4)),
     96: ((96, 1, 1, 3, 6, 4),) * 4,
@@ -86,6 +93,19 @@ BACKWARD = {
     256: ((64, 64, 8, 4, 2, 4, 2, 1), (32, 64, 8, 4, 2, 2, 2, 1), (32, 32, 4, 2, 2, 2, 1, 1)),
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
+
+# Hopper, where the backward is split, head_dim up to: (kept, slots, slots_dout) of the kernel of dk and dv, (slots,
+# slots_v) of that of dq. Relative to the fastest of cuDNN 9.19 and FlashAttention-2 to -4 (192: cuDNN alone), bfloat16,
+# lengths 512 / 1024 / 4096, full then causal, before tiles were in pairs:
+#   192: 1.72 1.73 1.59, 1.69 1.67 1.60   256: 1.46 1.52 1.47, 1.39 1.39 1.28
+# Tried at both:
+#   the sum issued before the next scores            0.96 at 512, 0.85 from 4096 on (dk and dv)
+#   all of k and v in shared memory, 2 tiles of q    0.93 to 1.01 (dk and dv)
+#   tiles of q and dout for two blocks of a cluster  0.55 to 0.72 (dk and dv)
+#   one block a tile                                 full 0.86 to 1.00; causal, where nothing was in pairs, 0.83 at 512
+#                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
+HOPPER_KEYS = {192: (3, 3, 3), 256: (2, 3, 2)}
+HOPPER_QUERIES = {192: (2, 2), 256: (2, 1)}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -190,12 +210,37 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
+def split(problem: Problem) -> bool:
+    """Whether Hopper computes dq in a kernel of its own: its sum in memory would cost more than two more products."""
+    return max(problem.head_dim, problem.head_dim_v) > 128
+
+
+@functools.lru_cache(maxsize=1024)
+def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Variant]:
+    """Return Hopper's kernels of (dk, dv) and of dq, for arrays that its copy engine can read.
+
+    `access` is that of the gradients alone, which are written in 16, 4 or 2 bytes at once.
+    """
+    access = 16 if access == 16 else min(access, 4)
+    d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
+    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[max(d, dv)], access)
+    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[max(d, dv)], access)
+    return (
+        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
+        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),
+    )
+
+
+def before_backward(main: Variant, float32_out: bool, access: int) -> Variant:
+    """Return the kernel before `main`; `access` is that of dout and out."""
+    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, float32_out, access)
+    return Variant("any/around_backward.cuh", "prepare_backward", main.dtype, spec)
+
+
 def around_backward(main: Variant, float32_out: bool) -> tuple[Variant, Variant]:
     """Return the kernels before and after `main`."""
-    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, float32_out, main.spec.access)
-    return tuple(
-        Variant("any/around_backward.cuh", name, main.dtype, spec) for name in ("prepare_backward", "finish_backward")
-    )
+    before = before_backward(main, float32_out, main.spec.access)
+    return before, replace(before, template="finish_backward")
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -213,6 +258,9 @@ def variants(capability: int) -> Iterator[Variant]:
                 yield from dict.fromkeys(hopper_forward(one, 16, False) for one in masked)
                 yield hopper_forward(problem, 16, True)
                 yield hopper_forward(problem, 2, False)
+                if split(problem):
+                    yield from hopper_split_backward(problem, 16)
+                    yield from hopper_split_backward(problem, 2)
             for access, deterministic in (*aligned, (16, True)):
                 try:
                     main = backward(problem, access, deterministic, limit, capability)

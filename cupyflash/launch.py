@@ -42,6 +42,19 @@ HOPPER_FORWARD_PARAMS = np.dtype(
         "itemsize": 704,
     }
 )
+# The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
+_maps = -(-BACKWARD_PARAMS.itemsize // 64) * 64
+HOPPER_BACKWARD_PARAMS = np.dtype(
+    {
+        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries"],
+        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER],
+        "offsets": [
+            *(BACKWARD_PARAMS.fields[n][1] for n in BACKWARD_PARAMS.names),
+            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532)),
+        ],
+        "itemsize": _maps + 576,
+    }
+)
 
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
@@ -63,7 +76,9 @@ class Launch:
 
     @classmethod
     def of(cls, variant: Variant, blocks: int, threads: int) -> Launch:
-        kernel = compiler.kernel(variant, cupy.cuda.runtime.getDevice()).kernel  # a RawKernel finds it anew in each call
+        kernel = compiler.kernel(
+            variant, cupy.cuda.runtime.getDevice()
+        ).kernel  # a RawKernel finds it anew in each call
         return cls(kernel, (blocks, 1, 1), (threads, 1, 1), variant.spec.shared_bytes)
 
     def __call__(self, struct: np.ndarray) -> None:
@@ -125,7 +140,7 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, determ
         plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, deterministic))
     sum_size, turns = plan.workspace
     delta = cupy.empty(problem.batch * problem.heads_q * problem.seqlen_q, np.float32)
-    dq_sum = cupy.empty(sum_size, np.float32)
+    dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
     turn = cupy.zeros(turns, np.uint32) if turns else None
     keep_for_graph(delta, dq_sum, turn)
     plan.run(
@@ -133,8 +148,9 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, determ
         lse.data.ptr,
         0 if dlse is None else dlse.data.ptr,
         delta.data.ptr,
-        dq_sum.data.ptr,
+        0 if dq_sum is None else dq_sum.data.ptr,
         0 if turn is None else turn.data.ptr,
+        *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
     )
 
 
@@ -256,28 +272,34 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
             return None
         params[name] = words
     heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
-    params["order"], runs = _order(problem, heads, tiles)
+    clusters = _attribute(device, "MultiProcessorCount") // spec.cluster
+    params["order"], runs = _order(problem, heads, tiles, clusters * spec.teams)
     params["queries"] = queries
     params["sizes"] = _forward_sizes(problem, group)
     _fill(params, "out", out)
     _fill(params, "lse", lse)
-    clusters = min(-(-runs // spec.teams), _attribute(device, "MultiProcessorCount") // spec.cluster)
-    launch = Launch.of(variant, clusters * spec.cluster, spec.threads)
+    launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster, spec.threads)
     return Plan.of((launch,), params, ("q", "k", "v", target, "lse"))
 
 
-def _order(problem: Problem, heads: int, tiles: int) -> tuple[tuple, int]:
-    """Return the struct `Order` of persistent blocks, and the number of runs; `heads` of a batch have `tiles` each."""
-    paired = problem.banded and tiles > 1
+def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple, int]:
+    """Return the struct `Order` and its number of runs; `heads` of a batch have `tiles` each, `places` run at once."""
+    paired = problem.banded and problem.batch * heads * tiles > places  # fewer start together, the longest ends last
     runs = -(-tiles // 2) if paired else tiles
     all_runs = _blocks(problem.batch * heads, runs)
     return (heads, tiles, runs, all_runs, paired), all_runs
 
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
-    access, out = _access(problem, arrays), arrays[4]
     device = cupy.cuda.runtime.getDevice()
-    choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())  # checked, though every device takes the same one
+    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+    split = path == "sm90" and choose.split(problem)
+    plan = _plan_split_backward(device, problem, arrays, lse, dlse) if split else None
+    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, deterministic)
+
+
+def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
+    access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
     before, after = choose.around_backward(main, out.dtype == np.float32)
     spec = main.spec
@@ -288,9 +310,7 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bo
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
 
     params = np.zeros(1, BACKWARD_PARAMS)
-    for name, x in zip(("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse"), (*arrays, lse, dlse)):
-        _fill(params, name, x)
-    params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
+    _fill_backward(params, problem, arrays, lse, dlse)
     params["sizes"] = _sizes(problem, section)
     launches = (
         Launch.of(before, row_blocks, before.spec.threads),
@@ -298,5 +318,44 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bo
         Launch.of(after, row_blocks, after.spec.threads),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
-    names = ("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse", "delta", "dq_sum", "turn")
-    return Plan.of(launches, params, names, (row_blocks * 16 * spec.head_dim, turns))
+    return Plan.of(launches, params, BACKWARD_PARAMS.names[:-1], (row_blocks * 16 * spec.head_dim, turns))
+
+
+def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse) -> Plan | None:
+    """Return None where the copy engine does not read the layout of q, k, v or dout.
+
+    No sum depends on the order in which blocks run, so that every call is deterministic.
+    """
+    *copied, out, dq, dk, dv = arrays
+    if not all(map(tensor_map.possible, copied)):
+        return None
+    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    for name, x in zip(("q_map", "k_map", "v_map", "dout_map"), copied):
+        words = tensor_map.encode(x, problem.dtype, 64)
+        if words is None:
+            return None
+        params[name] = words
+    keys, queries = choose.hopper_split_backward(problem, _access(problem, (dq, dk, dv)))
+    before = choose.before_backward(keys, out.dtype == np.float32, _access(problem, (copied[-1], out)))
+    pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    head_bytes = 2 * (problem.head_dim + problem.head_dim_v) * max(problem.group * problem.seqlen_q, problem.seqlen_k)
+    section = min(pairs_k, max(1, L2_SHARE // head_bytes))
+    tiles_k, tiles_q = -(-problem.seqlen_k // keys.spec.block_k), -(-problem.seqlen_q // queries.spec.block_q)
+    most = _attribute(device, "MultiProcessorCount")
+    params["keys"], runs_k = _order(problem, problem.heads_k, tiles_k, most)
+    params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
+    params["sizes"] = _sizes(problem, section)
+    _fill_backward(params, problem, arrays, lse, dlse)
+    launches = (
+        Launch.of(before, _blocks(pairs_q, -(-problem.seqlen_q // 16)), before.spec.threads),
+        Launch.of(keys, min(most, runs_k), keys.spec.threads),
+        Launch.of(queries, min(most, runs_q), queries.spec.threads),
+    )
+    names = (*BACKWARD_PARAMS.names[:-1], "q_map", "k_map", "v_map", "dout_map")
+    return Plan.of(launches, params, names, (0, 0))
+
+
+def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse) -> None:
+    for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
+        _fill(params, name, x)
+    params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

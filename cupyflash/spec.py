@@ -138,6 +138,45 @@ class HopperBackwardSpec(Spec):
 
 
 @dataclass(frozen=True)
+class HopperKeysSpec(Spec):
+    """Of the kernel that computes dk and dv alone."""
+
+    head_dim: int
+    head_dim_v: int
+    kept: int
+    slots: int
+    slots_dout: int
+    access: int
+
+    blocks_per_sm, threads, block_k = 1, 384, 64
+
+    @property
+    def shared_bytes(self) -> int:
+        d, dv = self.head_dim, self.head_dim_v
+        keys = max(0, d - 64 * self.kept) + max(0, dv - 64 * self.kept)
+        tiles = self.slots * d + self.slots_dout * dv
+        handover, statistics = 2 * 2 * 64 * 64, 4 * 64 * (self.slots + self.slots_dout)
+        return 2 * 64 * (keys + tiles) + handover + statistics + 1024
+
+
+@dataclass(frozen=True)
+class HopperQueriesSpec(Spec):
+    """Of the kernel that computes dq alone."""
+
+    head_dim: int
+    head_dim_v: int
+    slots: int
+    slots_v: int
+    access: int
+
+    blocks_per_sm, threads, block_q = 1, 384, 128
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * 64 * ((2 + self.slots) * self.head_dim + (2 + self.slots_v) * self.head_dim_v) + 1024
+
+
+@dataclass(frozen=True)
 class PrepareSpec(Spec):
     """Of the two small kernels around the backward: delta before it, the conversion of dq after it."""
 

@@ -60,8 +60,10 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   const int64 index = blockIdx.x, pair = index / q_blocks;
   const int block = index % q_blocks, batch = pair / s.heads_q, head = pair % s.heads_q;
 
-  float4* sum = reinterpret_cast<float4*>(p.dq_sum + index * (16 * kSpec.head_dim));
-  for (int i = threadIdx.x; i < 4 * kSpec.head_dim; i += blockDim.x) sum[i] = {0.f, 0.f, 0.f, 0.f};
+  if (p.dq_sum != nullptr) {
+    float4* sum = reinterpret_cast<float4*>(p.dq_sum + index * (16 * kSpec.head_dim));
+    for (int i = threadIdx.x; i < 4 * kSpec.head_dim; i += blockDim.x) sum[i] = {0.f, 0.f, 0.f, 0.f};
+  }
 
   const int row = block * 16 + threadIdx.x / 16, lane = threadIdx.x % 16;
   const bool exists = row < s.seqlen_q;

@@ -59,6 +59,19 @@ struct HopperBackwardSpec {
   int access;                // of the stores of dk and dv
 };
 
+struct HopperKeysSpec {      // of the kernel of dk and dv
+  int head_dim, head_dim_v;  // 64, 128, 192 or 256
+  int kept;                  // columns of k and v, in units of 64, that stay in registers
+  int slots, slots_dout;     // tiles of q and of dout in flight
+  int access;                // of the stores of dk and dv
+};
+
+struct HopperQueriesSpec {   // of the kernel of dq
+  int head_dim, head_dim_v;  // 64, 128, 192 or 256
+  int slots, slots_v;        // tiles of k and of v in flight
+  int access;                // of the stores of dq
+};
+
 struct PrepareSpec {
   int head_dim, head_dim_v;
   bool float32_out;

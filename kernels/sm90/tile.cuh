@@ -64,4 +64,11 @@ __device__ __forceinline__ uint64 column_operand(uint32 tile, int step) {
   return descriptor(tile + step * 16 * kRowBytes, kRows * kRowBytes);
 }
 
+// The operand `step` steps after the first one: an addition, where the address would have to be packed again.
+template <int kRows>
+__device__ __forceinline__ uint64 row_step(uint64 first, int step) {
+  return first + ((step / 4 * kRows * kRowBytes + step % 4 * 32) >> 4);
+}
+__device__ __forceinline__ uint64 column_step(uint64 first, int step) { return first + (step * 16 * kRowBytes >> 4); }
+
 }  // namespace cupyflash

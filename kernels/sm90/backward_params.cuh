@@ -1,0 +1,15 @@
+// The argument of the backward kernels that the copy engine feeds; NumPy twin in cupyflash/launch.py.
+#pragma once
+
+#include "core/params.cuh"
+#include "sm90/ptx.cuh"
+
+namespace cupyflash {
+
+// The kernels around the backward take as much of it as they know: the first part.
+struct HopperBackwardParams : BackwardParams {
+  TensorMap q_map, k_map, v_map, dout_map;
+  Order keys, queries;  // tiles of keys for dk and dv, and of queries for dq
+};
+
+}  // namespace cupyflash
