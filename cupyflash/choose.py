@@ -53,9 +53,9 @@ FORWARD = {
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 
-# Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to SHORT
-# keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, bfloat16, lengths
-# 512 / 1024 / 4096 / 16384, full then causal:
+# Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
+# SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, bfloat16,
+# lengths 512 / 1024 / 4096 / 16384, full then causal:
 #    64: 1.08 1.10 1.17 1.23, 1.14 1.12 1.14 1.18    96: 1.05 1.12 1.31 1.33, 1.08 1.12 1.39 1.42
 #   128: 1.01 1.04 1.10 1.12, 1.05 1.13 1.22 1.23   192: 1.10 1.19 1.27 1.24, 1.16 1.20 1.34 1.37
 #   256: 1.04 1.12 1.19 1.19, 1.02 1.16 1.25 1.34
@@ -64,13 +64,13 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 #                                                and stores of a tile followed each other
 #   Q and out in slots of all groups together    256: 0.94 at 512
 #   causal tiles dealt one by one                5 to 25 % less: unequal work; by the hardware, 5 to 15 % less
-#   all warpgroups on one tile                   64, causal, 512: 0.89. At 2.5 tiles of keys the first scores and the last
-#                                                values, which nothing overlaps, weigh most; two teams overlap each other
+#   all warpgroups on one tile                   64, causal, 512: 0.89. At 2.5 tiles of keys the first scores and the
+#                                                last values, which nothing overlaps, weigh most; teams overlap theirs
 #   a team for each warpgroup                    0.78 to 0.86: K and V are read twice as often
 #   first scores of the next tile of queries     3 % more at 512, 1 to 5 % less from 2048 on
 #   overlapped with the last product of this
 #   K and V by multicast to two blocks           full: 4 % more at 512, equal at 1024, 2 % less at 4096; 64 and causal:
-#                                                less. Arrivals that release to the cluster cost 35 %: fences of all memory
+#                                                less. Arrivals that release to the cluster cost 35 %: each is a fence
 #   no turns at the tensor cores                 0.79 at 64
 #   176 keys at 128; 80 or 96 at 256             5 to 10 % less
 HOPPER_FORWARD = {

@@ -174,14 +174,22 @@ def test_when_the_heads_of_a_group_share_a_tile(packed, seqlen_q, heads_q, heads
 
 
 @pytest.mark.parametrize(
-    "banded, tiles, runs, paired", [(False, 9, 9, 0), (True, 9, 5, 1), (True, 8, 4, 1), (True, 1, 1, 0)]
+    "banded, tiles, places, runs, paired",
+    [
+        (False, 9, 10, 9, 0),
+        (True, 9, 10, 5, 1),
+        (True, 8, 10, 4, 1),
+        (True, 1, 5, 1, 1),
+        (True, 8, 48, 8, 0),  # all of them run at once: a pair would take longer
+        (True, 8, 47, 4, 1),
+    ],
 )
-def test_order(banded, tiles, runs, paired):
+def test_order(banded, tiles, places, runs, paired):
     launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
     one = replace(problem(256), batch=2, right=0 if banded else None)
-    assert launch._order(one, 3, tiles) == ((3, tiles, runs, 2 * 3 * runs, paired), 2 * 3 * runs)
+    assert launch._order(one, 3, tiles, places) == ((3, tiles, runs, 2 * 3 * runs, paired), 2 * 3 * runs)
     with pytest.raises(ValueError, match="exceeds the 2147483647 blocks of a launch; split the batch"):
-        launch._order(one, 1 << 20, 1 << 11)
+        launch._order(one, 1 << 20, 1 << 11, 1 << 30)
 
 
 def test_split_backward():
