@@ -44,7 +44,7 @@ extern "C" __global__ void diverged(int* x, int n) {
   x[threadIdx.x % n] = 1;
 }
 extern "C" __global__ void racing(int* x, int n) {
-  __shared__ int shared;
+  __shared__ volatile int shared;
   shared = threadIdx.x;
   x[threadIdx.x % n] = shared;
 }

@@ -240,7 +240,7 @@ SHAPES = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
     "packed, 64 heads": (3, 2100, 64, 1, 128, 128),
     "packed, many tiles": (21, 150, 400, 200, 64, 64),
     "256, 64": (130, 200, 4, 1, 256, 64),
-    "129": (65, 129, 2, 1, 129, 129),
+    "136": (65, 129, 2, 1, 136, 136),
     "many tiles of 192": (300, 333, 40, 20, 256, 192),  # in pairs of 6 and of 3, where banded
     "many keys": (600, 2100, 2, 1, 64, 64),  # beyond choose.SHORT
 }

@@ -432,30 +432,6 @@ def find(tiles, batch, heads, section, count, descending):
     return out.get()
 
 
-@gpu
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("descending", [True, False])
-def test_every_tile_has_one_turn(descending, paired):
-    """Both tiles of a pair in the same block, the long one first."""
-    from cupyflash import launch
-
-    for tiles, batch, heads, section, blocks in product((1, 2, 3, 8), (1, 2), (1, 5), (1, 3), (1, 7, 132)):
-        runs = -(-tiles // 2) if paired else tiles
-        order = np.array([(heads, tiles, runs, batch * heads * runs, section, paired)], launch.ORDER)
-        out, counts = nans((batch * heads, tiles, 2), np.int32), nans((blocks,), np.int32)
-        struct = order.view(np.dtype(("V", order.nbytes)))
-        name = f"walk<{str(descending).lower()}>"
-        WORK.run(name, -(-blocks // 128), 128, counts, out, struct, *ints(batch, blocks))
-        case = tiles, batch, heads, section, blocks
-        counts, turns = counts.get(), out.get().reshape(-1, 2)
-        expected = [(block, turn) for block, count in enumerate(counts) for turn in range(count)]
-        assert sorted(map(tuple, turns.tolist())) == expected and len(turns) == len(expected), case
-        if paired:
-            block, turn = out.get()[..., 0], out.get()[..., 1]
-            short, long = (slice(0, tiles // 2), slice(None, -(tiles // 2) - 1, -1))[:: 1 if descending else -1]
-            assert (block[:, short] == block[:, long]).all() and (turn[:, short] == turn[:, long] + 1).all(), case
-
-
 # --- Online softmax
 
 SOFTMAX = Piece(
