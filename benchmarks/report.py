@@ -84,7 +84,7 @@ def means(rows):
     for which in TITLES:
         comparisons = (
             ("cupyflash", "the default path", peers_of(rows), "the best peer"),
-            ("cupyflash-sm80" if which == "fwd" else "cupyflash", "the portable path", ["fa2"], PEERS["fa2"]),
+            ("cupyflash-sm80", "the portable path", ["fa2"], PEERS["fa2"]),
         )
         for ours, path, peers, rivals in comparisons:
             sizes = [rate for key, row in rows.items() if key[1] == which for rate in row.values()]
