@@ -83,7 +83,7 @@ def _scale(scale):
     number = scale.item() if isinstance(scale, np.generic) else scale  # MAX_SCALE overflows a NumPy float16
     if not abs(number) <= MAX_SCALE:
         raise ValueError(f"scale is {scale!r}; {allowed}")
-    return float(number)
+    return float(number) + 0.0  # -0.0 equals 0.0, but has another sign
 
 
 def flag(name, value):

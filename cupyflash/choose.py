@@ -258,6 +258,7 @@ def variants(capability: int) -> Iterator[Variant]:
                 yield from dict.fromkeys(hopper_forward(one, 16, False) for one in masked)
                 yield hopper_forward(problem, 16, True)
                 yield hopper_forward(problem, 2, False)
+                yield hopper_forward(replace(problem, heads_q=3), 16, False)  # packed
                 if split(problem):
                     yield from hopper_split_backward(problem, 16)
                     yield from hopper_split_backward(problem, 2)

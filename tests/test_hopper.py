@@ -206,7 +206,7 @@ def test_layouts_that_take_the_portable_path(paths_of_a_call, head_dim, layout):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("head_dim", [64, 192])
-@pytest.mark.parametrize("scale", [None, 0.3, 0.0, -0.3])
+@pytest.mark.parametrize("scale", [None, 0.3, 0.0, -0.0, -0.3])
 def test_every_scale_takes_the_path(paths_of_a_call, scale, head_dim):
     x = tools.inputs(BFLOAT16, 70, 65, head_dim=head_dim)
     right = tools.expectation(BFLOAT16, *x.qkv, x.dout, scale=scale)

@@ -172,7 +172,7 @@ def test_nan_in_a_visible_key(backend):
     assert np.isfinite(backend.host(out)[:, :, 1]).all()
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.2, 1.0, 1e-4, -1, 2.5])
+@pytest.mark.parametrize("scale", [0.0, -0.0, -0.2, 1.0, 1e-4, -1, 2.5])
 @pytest.mark.parametrize("causal", [False, True])
 def test_scales(backend, scale, causal):
     """Zero gives the mean; with a negative scale the maximum is that of the scaled logits."""

@@ -190,7 +190,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   // Tiles that other groups of the team see, but not this one: its turns pass, its share of the slots is freed.
   const auto skip = [&](int count) {
 #pragma unroll 1
-    for (; count > 0; --count) ring.wait(), ring.release(), ring.advance();
+    for (; count > 0; --count) ring.wait(), __syncwarp(), ring.release(), ring.advance();
   };
   const auto sit_out = [&](int steps, bool first) {
 #pragma unroll 1
