@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .problem import Problem
-from .spec import BackwardSpec, ForwardSpec, HopperForwardSpec, PrepareSpec, Variant
+from .spec import BackwardSpec, ForwardSpec, HopperBackwardSpec, HopperForwardSpec, PrepareSpec, Variant
 
 PATHS = ("sm80", "sm90")
 
@@ -86,6 +86,9 @@ BACKWARD = {
     256: ((64, 64, 8, 4, 2, 4, 2, 1), (32, 64, 8, 4, 2, 2, 2, 1), (32, 32, 4, 2, 2, 2, 1, 1)),
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
+
+# Hopper, head_dim up to: (block_q, groups, stages, key_slots, ping_pong, reduction).
+HOPPER_BACKWARD = {64: (128, 2, 2, 2, 1, 1), 128: (64, 2, 2, 2, 1, 1)}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -190,6 +193,30 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
+@functools.lru_cache(maxsize=1024)
+def hopper_backward(problem: Problem, access: int, deterministic: bool, float32_out: bool, access_out: int):
+    """Return the kernel before the main one and the main one on Hopper, None where they do not exist.
+
+    `access` is that of the gradients, `access_out` that of dout and out.
+    """
+    widest = max(problem.head_dim, problem.head_dim_v)
+    if widest > 128 or deterministic:
+        return None
+    d = 64 if widest <= 64 else 128
+    dv = min(n for n in (64, 96, 128) if n >= problem.head_dim_v)
+    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], 16 if access == 16 else min(access, 4))
+    before = PrepareSpec(d, dv, float32_out, 16 if access_out == 16 else 2)
+    return (
+        Variant("sm90/backward_prepare.cuh", "prepare_hopper_backward", problem.dtype, before),
+        Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec),
+    )
+
+
+def rotated(problem: Problem) -> bool:
+    """Whether the tiles of keys of a head begin with different queries, so that they add to dq at different places."""
+    return not problem.banded
+
+
 def around_backward(main: Variant, float32_out: bool) -> tuple[Variant, Variant]:
     """Return the kernels before and after `main`."""
     spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, float32_out, main.spec.access)
@@ -221,3 +248,6 @@ def variants(capability: int) -> Iterator[Variant]:
                 yield main
                 if not deterministic:
                     yield from around_backward(main, False)
+            if capability == 90:
+                for access in (16, 2):
+                    yield from hopper_backward(problem, access, False, False, access) or ()

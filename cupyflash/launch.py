@@ -43,6 +43,17 @@ HOPPER_FORWARD_PARAMS = np.dtype(
     }
 )
 
+_ARRAYS, _ROWS = ("dout", "out", "dq", "dk", "dv"), ("lse", "dlse")
+HOPPER_BACKWARD_PARAMS = np.dtype(
+    {
+        "names": ["q_map", "k_map", "v_map", "dout_map", *_ARRAYS, *_ROWS, "statistics", "dq_sum", "counters", "sizes"]
+        + ["window", "row_blocks", "rotated"],
+        "formats": [MAP] * 4 + [ARRAY] * 5 + [ROW_ARRAY] * 2 + ["u8"] * 3 + [SIZES] + ["i4"] * 3,
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 608, 640, 672, 704, 736, 744, 752, 760, 808, 812, 816],
+        "itemsize": 832,
+    }
+)
+
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
@@ -63,7 +74,9 @@ class Launch:
 
     @classmethod
     def of(cls, variant: Variant, blocks: int, threads: int) -> Launch:
-        kernel = compiler.kernel(variant, cupy.cuda.runtime.getDevice()).kernel  # a RawKernel finds it anew in each call
+        kernel = compiler.kernel(
+            variant, cupy.cuda.runtime.getDevice()
+        ).kernel  # a RawKernel finds it anew in each call
         return cls(kernel, (blocks, 1, 1), (threads, 1, 1), variant.spec.shared_bytes)
 
     def __call__(self, struct: np.ndarray) -> None:
@@ -79,14 +92,15 @@ class Plan:
     struct: np.dtype
     slots: tuple[int, ...]  # the words that hold the pointers
     workspace: tuple[int, ...] = ()
+    hopper: bool = False
 
     @classmethod
-    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=()) -> Plan:
+    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=(), hopper=False):
         slots = tuple(
             params.dtype.fields[name][1] // 8 + (tensor_map.address_word() if params.dtype[name] == MAP else 0)
             for name in names
         )
-        return cls(launches, params.view(np.int64), np.dtype(("V", params.nbytes)), slots, workspace)
+        return cls(launches, params.view(np.int64), np.dtype(("V", params.nbytes)), slots, workspace, hopper)
 
     def run(self, *pointers: int) -> None:
         words = self.words.copy()
@@ -123,18 +137,17 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, determ
     plan = _plans.get(key)
     if plan is None:
         plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, deterministic))
-    sum_size, turns = plan.workspace
-    delta = cupy.empty(problem.batch * problem.heads_q * problem.seqlen_q, np.float32)
-    dq_sum = cupy.empty(sum_size, np.float32)
-    turn = cupy.zeros(turns, np.uint32) if turns else None
-    keep_for_graph(delta, dq_sum, turn)
+    delta, dq_sum, turns = plan.workspace
+    # Statistics of each row before its sums; the counters of the portable kernels begin with 0.
+    workspace = (cupy.empty(delta, np.float32), cupy.empty(dq_sum, np.float32))
+    workspace += ((cupy.empty if plan.hopper else cupy.zeros)(turns, np.uint32) if turns else None,)
+    keep_for_graph(*workspace)
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
         0 if dlse is None else dlse.data.ptr,
-        delta.data.ptr,
-        dq_sum.data.ptr,
-        0 if turn is None else turn.data.ptr,
+        *(0 if x is None else x.data.ptr for x in workspace),
+        *((dout.data.ptr,) if plan.hopper else ()),
     )
 
 
@@ -275,15 +288,18 @@ def _order(problem: Problem, heads: int, tiles: int) -> tuple[tuple, int]:
 
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
-    access, out = _access(problem, arrays), arrays[4]
     device = cupy.cuda.runtime.getDevice()
-    choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())  # checked, though every device takes the same one
+    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+    plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, deterministic) if path == "sm90" else None
+    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, deterministic)
+
+
+def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
+    access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
     before, after = choose.around_backward(main, out.dtype == np.float32)
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
-    query_bytes = problem.group * problem.seqlen_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
-    section = min(pairs_k, max(1, L2_SHARE // query_bytes))
     row_blocks = _blocks(pairs_q, -(-problem.seqlen_q // 16))
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
 
@@ -291,7 +307,7 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bo
     for name, x in zip(("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse"), (*arrays, lse, dlse)):
         _fill(params, name, x)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
-    params["sizes"] = _sizes(problem, section)
+    params["sizes"] = _sizes(problem, _backward_section(problem))
     launches = (
         Launch.of(before, row_blocks, before.spec.threads),
         Launch.of(main, blocks, spec.threads),
@@ -299,4 +315,46 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bo
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
     names = ("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse", "delta", "dq_sum", "turn")
-    return Plan.of(launches, params, names, (row_blocks * 16 * spec.head_dim, turns))
+    return Plan.of(launches, params, names, (pairs_q * problem.seqlen_q, row_blocks * 16 * spec.head_dim, turns))
+
+
+def _backward_section(problem: Problem) -> int:
+    query_bytes = problem.group * problem.seqlen_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
+    return min(problem.batch * problem.heads_k, max(1, L2_SHARE // query_bytes))
+
+
+def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan | None:
+    """Return None where there is no such kernel or the copy engine does not read the layout of q, k, v or dout."""
+    q, k, v, dout, out, dq, dk, dv = arrays
+    access = _access(problem, (dq, dk, dv)), _access(problem, (dout, out))
+    chosen = choose.hopper_backward(problem, access[0], deterministic, out.dtype == np.float32, access[1])
+    if chosen is None or not all(map(tensor_map.possible, (q, k, v, dout))):
+        return None
+    before, main = chosen
+    spec = main.spec
+    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    rows = spec.block_q, spec.block_k, spec.block_k, spec.block_q
+    for name, x, n in zip(HOPPER_BACKWARD_PARAMS.names, arrays, rows):
+        words = tensor_map.encode(x, problem.dtype, n)
+        if words is None:
+            return None
+        params[name] = words
+    for name, x in zip(("dout", "out", "dq", "dk", "dv", "lse", "dlse"), (dout, out, dq, dk, dv, lse, dlse)):
+        _fill(params, name, x)
+    pairs = problem.batch * problem.heads_k
+    section = _backward_section(problem)
+    window, row_blocks = min(pairs, 2 * section), -(-problem.seqlen_q // 128) * 8
+    params["sizes"] = _sizes(problem, section)
+    params["window"], params["row_blocks"], params["rotated"] = window, row_blocks, choose.rotated(problem)
+    works = _blocks(pairs, -(-problem.seqlen_k // spec.block_k))
+    heads = 8 if before.spec.head_dim_v <= 64 else 4  # of one block of the kernel before
+    blocks = _blocks(problem.batch * -(-problem.heads_q // heads), row_blocks // 4)
+    launches = (
+        Launch.of(before, blocks, 256),
+        Launch.of(main, min(works, _attribute(device, "MultiProcessorCount")), spec.threads),
+    )
+    names = ("q_map", "k_map", "v_map", "dout_map", "out", "dq", "dk", "dv", "lse", "dlse")
+    names += ("statistics", "dq_sum", "counters", "dout")
+    rows = problem.batch * problem.heads_q * row_blocks * 16
+    workspace = (2 * rows, window * problem.group * row_blocks * 16 * spec.head_dim, 2 + 2 * window)
+    return Plan.of(launches, params, names, workspace, True)

@@ -118,12 +118,18 @@ class HopperBackwardSpec(Spec):
     head_dim: int
     head_dim_v: int
     block_q: int
-    block_k: int
     groups: int
     stages: int
+    key_slots: int
+    ping_pong: int
+    reduction: int
     access: int
 
     blocks_per_sm = 1
+
+    @property
+    def block_k(self) -> int:
+        return 64 * self.groups
 
     @property
     def threads(self) -> int:
@@ -131,10 +137,12 @@ class HopperBackwardSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        width = self.head_dim + self.head_dim_v
-        scores = 2 * 2 * self.block_q * self.block_k
-        statistics = 2 * 4 * self.stages * self.block_q
-        return 2 * (self.block_k + self.stages * self.block_q) * width + scores + statistics + 1024
+        width = sum(-(-n // 64) * 64 for n in (self.head_dim, self.head_dim_v))
+        scores = 2 * self.block_k * self.block_q
+        staging = 4 * self.block_q * self.head_dim if self.reduction == 2 else 0
+        statistics = 8 * self.stages * self.block_q
+        tiles = 2 * ((self.key_slots * self.block_k + self.stages * self.block_q) * width + scores)
+        return tiles + staging + statistics + 1024
 
 
 @dataclass(frozen=True)

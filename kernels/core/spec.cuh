@@ -52,11 +52,19 @@ struct BackwardSpec {
 };
 
 struct HopperBackwardSpec {
-  int head_dim, head_dim_v;  // 64 or 128
-  int block_q, block_k;      // block_k = 64 * groups
-  int groups;                // warpgroups that compute, 64 keys each
-  int stages;                // tiles of q and dout in flight
-  int access;                // of the stores of dk and dv
+  int head_dim, head_dim_v;  // 64 or 128; 64, 96 or 128
+  int block_q;
+  int groups;     // warpgroups that compute, 64 keys each
+  int stages;     // tiles of q and dout in flight
+  int key_slots;  // tiles of k and v in flight; 2: one tile of keys goes over into the next
+  int ping_pong;  // the groups take turns at the tensor cores; 1: passed on when all is issued; 2: when dk is there
+  int reduction;  // of dq: 1 from registers, 2 by the copy engine
+  int access;     // of the stores of dq, dk and dv
+
+  __device__ constexpr int block_k() const { return 64 * groups; }
+  __device__ constexpr int threads() const { return 128 * (groups + 1); }
+  __device__ constexpr int registers() const { return groups > 2 ? 160 : head_dim > 64 ? 240 : 232; }
+  __device__ constexpr int copying_registers() const { return groups > 2 ? 32 : head_dim > 64 ? 24 : 40; }
 };
 
 struct PrepareSpec {

@@ -13,9 +13,9 @@ struct Ring {
 
   __device__ __forceinline__ explicit Ring(uint32 barriers) : barriers(barriers) {}
 
-  // `releases`: arrivals that free a slot.
-  __device__ __forceinline__ void init(int releases) const {
-    for (int i = 0; i < kSlots; ++i) barrier_init(full(i), 1), barrier_init(empty(i), releases);
+  // `releases`: arrivals that free a slot; `arrivals`: those that fill it.
+  __device__ __forceinline__ void init(int releases, int arrivals = 1) const {
+    for (int i = 0; i < kSlots; ++i) barrier_init(full(i), arrivals), barrier_init(empty(i), releases);
   }
   __device__ __forceinline__ uint32 full(int slot) const { return barriers + 8 * slot; }
   __device__ __forceinline__ uint32 empty(int slot) const { return barriers + 8 * (kSlots + slot); }

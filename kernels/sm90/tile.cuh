@@ -64,4 +64,20 @@ __device__ __forceinline__ uint64 column_operand(uint32 tile, int step) {
   return descriptor(tile + step * 16 * kRowBytes, kRows * kRowBytes);
 }
 
+// The operand `step` steps after the first one: an addition, where the address would have to be packed again.
+template <int kRows>
+__device__ __forceinline__ uint64 row_step(uint64 first, int step) {
+  return first + ((step / 4 * kRows * kRowBytes + step % 4 * 32) >> 4);
+}
+__device__ __forceinline__ uint64 column_step(uint64 first, int step) { return first + (step * 16 * kRowBytes >> 4); }
+
+// This lane's row of the 16 x 16 block at `row` and column 16 * step of a tile of kRows, for `store_matrix`; unit u of
+// 16 bytes of row r is at u ^ (r % 8).
+template <int kRows>
+__device__ __forceinline__ uint32 block_row(uint32 tile, int row, int step) {
+  const int r = row + lane_index() % 16;
+  const uint32 start = tile + r * kRowBytes + (lane_index() / 16 ^ r % 8) * 16;
+  return (start ^ step % 4 * 32) + step / 4 * kRows * kRowBytes;
+}
+
 }  // namespace cupyflash
