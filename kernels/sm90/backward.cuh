@@ -184,8 +184,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
         if (last) next();
         barrier_wait(queries.empty(slot), queries.parity() ^ 1);
         if (lane_index() == 0) {
-          // A block must not keep its dq while it waits for the place of another head, which could wait for this one.
-          int flags = last ? kKeySlots > 1 && more && free ? Job::kLast : Job::kLast | Job::kDrains : 0;
+          // A block must not keep its dq while it waits for the place of another head, which could wait for this one;
+          // nor the keys of two works, each with one tile, while it waits for those of a third.
+          int flags = last ? kKeySlots > 1 && more && free && !begins ? Job::kLast : Job::kLast | Job::kDrains : 0;
 #pragma unroll
           for (int group = 0; group < kGroups; ++group) {
             const int key = first_key + 64 * group;
@@ -381,8 +382,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   bool previous_last = false;
   const auto take_dq = [&] {
     if (previous == kNone) return;
-    ds_ring.release(-1);
-    if (previous_last) keys.release(-1);
     if (told != kNone) tell_added(told);
     told = previous_last ? previous : kNone;
     add_dq(previous);
@@ -415,6 +414,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       issue_dk();
       wgmma_wait<1>();  // dv and dq are there
       douts.release();
+      if (previous != kNone) ds_ring.release(-1);
+      if (previous_last) keys.release(-1);
       if (flags & Job::kDrains) break;
       queries.wait(1);
       if (last) keys.wait(1);
