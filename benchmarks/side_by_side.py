@@ -8,8 +8,8 @@ rounds. A forward pass counts 4 * batch * heads * seqlen^2 * head_dim operations
 backward pass 2.5 times as many. Peers: PyTorch's FlashAttention-2 and cuDNN, FlashAttention-3 (its PyTorch or
 JAX package) and FlashAttention-4; one that is not installed is left out and named.
 
-An entry is an implementation and a pass, "fa2.fwd"; "cupyflash.fwd" is the default kernel path of the GPU and
-"cupyflash-sm80.fwd" the portable one, in the same run.
+An entry is an implementation and a pass, "fa2.fwd"; "cupyflash.fwd" takes the default kernel path of the GPU and
+"cupyflash-sm80.fwd" the portable one, in the same run, and so do their backward passes.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def synchronize(_):
 
 
 class Pair(NamedTuple):
-    """The two passes of one implementation, None for one not to be timed; how to wait for the result of either."""
+    """The two passes of one implementation; how to wait for the result of either."""
 
     fwd: Callable
-    bwd: Callable | None
+    bwd: Callable
     wait: Callable
 
 
@@ -117,7 +117,7 @@ def fa4(q, k, v, dout, causal):
 
 
 def ours(path):
-    """Of the default path both passes, of another its forward: there is one backward, whatever the path."""
+    """Both passes, on the default path or on another one."""
 
     def build(q, k, v, dout, causal):
         from cupyflash import attention, attention_backward, launch
@@ -132,13 +132,12 @@ def ours(path):
 
             return call
 
-        forward, backward = on_path(attention, *qkv), None
+        forward = on_path(attention, *qkv)
         with preferred(path):  # for the first calls, which plan
             out, lse = on_path(attention, *qkv, return_lse=True)()
             results = {"out": forward(), "lse": lse}
-            if path == "default":
-                backward = on_path(attention_backward, dout_, *qkv, out, lse)
-                results |= backward()._asdict()
+            backward = on_path(attention_backward, dout_, *qkv, out, lse)
+            results |= backward()._asdict()
         check(results, q, k, v, dout, causal)
         return Pair(forward, backward, synchronize)
 
@@ -236,7 +235,7 @@ def measure_cell(implementations, missing, timing, dtype, head_dim, causal, seql
     for name, build in list(implementations.items()):
         try:
             pair = build(*arrays, causal)
-            made = {f"{name}.{which}": getattr(pair, which) for which in PASSES if getattr(pair, which)}
+            made = {f"{name}.{which}": getattr(pair, which) for which in PASSES}
             for call in made.values():
                 pair.wait(call())
             calls |= {entry: (call, pair.wait) for entry, call in made.items()}
@@ -316,7 +315,7 @@ def parse_arguments():
         nargs="+",
         default=["default"],
         choices=["default", "sm80", "sm90"],
-        help="kernel paths of cupyflash; the backward is timed on the default one",
+        help="kernel paths of cupyflash",
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of one entry in one round")

@@ -29,7 +29,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .problem import Problem
-from .spec import BackwardSpec, ForwardSpec, HopperBackwardSpec, HopperForwardSpec, PrepareSpec, Variant
+from .spec import (
+    BackwardSpec,
+    ForwardSpec,
+    HopperBackwardSpec,
+    HopperForwardSpec,
+    HopperKeysSpec,
+    HopperQueriesSpec,
+    PrepareSpec,
+    Variant,
+)
 
 PATHS = ("sm80", "sm90")
 
@@ -45,27 +54,26 @@ FORWARD = {
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 
-# Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to SHORT
-# keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, bfloat16, lengths
-# 512 / 1024 / 4096 / 16384, full then causal:
+# Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
+# SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, bfloat16,
+# lengths 512 / 1024 / 4096 / 16384, full then causal:
 #    64: 1.08 1.10 1.17 1.23, 1.14 1.12 1.14 1.18    96: 1.05 1.12 1.31 1.33, 1.08 1.12 1.39 1.42
 #   128: 1.01 1.04 1.10 1.12, 1.05 1.13 1.22 1.23   192: 1.10 1.19 1.27 1.24, 1.16 1.20 1.34 1.37
 #   256: 1.04 1.12 1.19 1.19, 1.02 1.16 1.25 1.34
 # Tried at 64, 128 and 256; a figure is the ratio to cuDNN at that length, or what changed:
-#   out stored by the consumers, Q loaded after    0.98, 0.97, 0.92 at 512 full, 0.85, 0.93, 0.99 causal: loads, products
-#   the last scores of the tile before             and stores of a tile followed each other
-#   Q and out in slots of all groups, not of one   256: 0.94 at 512
-#   causal tiles dealt one by one                  5 to 25 % less: unequal work; by the hardware, 5 to 15 % less
-#   all warpgroups on one tile (64, causal, 512)   0.89: at 2.5 tiles of keys, the first scores and the last values, which
-#                                                  nothing overlaps, weigh most; two teams overlap each other's
-#   a team for each warpgroup                      0.78 to 0.86: K and V are read twice as often
-#   tiles overlapped: the first scores of the next 3 % more at 512, 1 to 5 % less from 2048 on
-#   with the last product of this one
-#   two blocks share K and V by multicast          full: 4 % more at 512, the same at 1024, 2 % less at 4096; 64, causal:
-#                                                  less everywhere. With arrivals that release to the cluster: 35 % less,
-#                                                  each is a fence of the GPU's memory
-#   no turns at the tensor cores                   0.79 at 64
-#   176 keys at 128; 80 or 96 at 256               5 to 10 % less
+#   out stored by the consumers, Q loaded late   0.98, 0.97, 0.92 at 512 full, 0.85, 0.93, 0.99 causal: loads, products
+#                                                and stores of a tile followed each other
+#   Q and out in slots of all groups together    256: 0.94 at 512
+#   causal tiles dealt one by one                5 to 25 % less: unequal work; by the hardware, 5 to 15 % less
+#   all warpgroups on one tile                   64, causal, 512: 0.89. At 2.5 tiles of keys the first scores and the
+#                                                last values, which nothing overlaps, weigh most; teams overlap theirs
+#   a team for each warpgroup                    0.78 to 0.86: K and V are read twice as often
+#   first scores of the next tile of queries     3 % more at 512, 1 to 5 % less from 2048 on
+#   overlapped with the last product of this
+#   K and V by multicast to two blocks           full: 4 % more at 512, equal at 1024, 2 % less at 4096; 64 and causal:
+#                                                less. Arrivals that release to the cluster cost 35 %: each is a fence
+#   no turns at the tensor cores                 0.79 at 64
+#   176 keys at 128; 80 or 96 at 256             5 to 10 % less
 HOPPER_FORWARD = {
     64: ((128, 1, 1, 3, 6, 4), (128, 1, 1, 3, 6, 4), (64, 1, 2, 2, 4, 4), (128, 1, 1, 3, 6, 4)),
     96: ((96, 1, 1, 3, 6, 4),) * 4,
@@ -87,8 +95,21 @@ BACKWARD = {
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 
-# Hopper, head_dim up to: (block_q, groups, stages, key_slots, ping_pong, reduction).
-HOPPER_BACKWARD = {64: (128, 2, 2, 2, 1, 1), 128: (64, 2, 2, 2, 1, 1)}
+# Hopper, head_dim up to: (block_q, groups, stages, key_slots, turns, early).
+HOPPER_BACKWARD = {64: (128, 2, 2, 2, True, True), 128: (64, 2, 2, 2, True, True)}
+
+# Hopper, where the backward is split, head_dim up to: (kept, slots, slots_dout) of the kernel of dk and dv, (slots,
+# slots_v) of that of dq. Relative to the fastest of cuDNN 9.19 and FlashAttention-2 to -4 (192: cuDNN alone), bfloat16,
+# lengths 512 / 1024 / 4096, full then causal, before tiles were in pairs:
+#   192: 1.72 1.73 1.59, 1.69 1.67 1.60   256: 1.46 1.52 1.47, 1.39 1.39 1.28
+# Tried at both:
+#   the sum issued before the next scores            0.96 at 512, 0.85 from 4096 on (dk and dv)
+#   all of k and v in shared memory, 2 tiles of q    0.93 to 1.01 (dk and dv)
+#   tiles of q and dout for two blocks of a cluster  0.55 to 0.72 (dk and dv)
+#   one block a tile                                 full 0.86 to 1.00; causal, where nothing was in pairs, 0.83 at 512
+#                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
+HOPPER_KEYS = {192: (3, 3, 3), 256: (2, 3, 2)}
+HOPPER_QUERIES = {192: (2, 2), 256: (2, 1)}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -193,36 +214,59 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
+def split(problem: Problem) -> bool:
+    """Whether Hopper computes dq in a kernel of its own: its sum in memory would cost more than two more products."""
+    return max(problem.head_dim, problem.head_dim_v) > 128
+
+
 @functools.lru_cache(maxsize=1024)
-def hopper_backward(problem: Problem, access: int, deterministic: bool, float32_out: bool, access_out: int):
-    """Return the kernel before the main one and the main one on Hopper, None where they do not exist.
+def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Variant:
+    """Return Hopper's main backward kernel of heads up to 128, for arrays that its copy engine can read.
 
-    `access` is that of the gradients, `access_out` that of dout and out.
+    `access` is that of the gradients alone, which are written in 16, 4 or 2 bytes at once.
     """
-    widest = max(problem.head_dim, problem.head_dim_v)
-    if widest > 128 or deterministic:
-        return None
-    d = 64 if widest <= 64 else 128
-    dv = min(n for n in (64, 96, 128) if n >= problem.head_dim_v)
-    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], 16 if access == 16 else min(access, 4))
-    before = PrepareSpec(d, dv, float32_out, 16 if access_out == 16 else 2)
-    return (
-        Variant("sm90/backward_prepare.cuh", "prepare_hopper_backward", problem.dtype, before),
-        Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec),
-    )
+    access = 16 if access == 16 else min(access, 4)
+    d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
+    dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
+    block_q, groups, stages, key_slots, turns, early = HOPPER_BACKWARD[d]
+    if access < 16:
+        key_slots = 1  # the narrow stores have no registers for what goes on meanwhile
+    spec = HopperBackwardSpec(d, dv, block_q, groups, stages, key_slots, turns, early, deterministic, access)
+    return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
 
 
-def rotated(problem: Problem) -> bool:
+def rotated(problem: Problem, deterministic: bool) -> bool:
     """Whether the tiles of keys of a head begin with different queries, so that they add to dq at different places."""
-    return not problem.banded
+    return not problem.banded and not deterministic
 
 
-def around_backward(main: Variant, float32_out: bool) -> tuple[Variant, Variant]:
-    """Return the kernels before and after `main`."""
-    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, float32_out, main.spec.access)
-    return tuple(
-        Variant("any/around_backward.cuh", name, main.dtype, spec) for name in ("prepare_backward", "finish_backward")
+@functools.lru_cache(maxsize=1024)
+def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Variant]:
+    """Return Hopper's kernels of (dk, dv) and of dq, for arrays that its copy engine can read.
+
+    `access` is that of the gradients alone, which are written in 16, 4 or 2 bytes at once.
+    """
+    access = 16 if access == 16 else min(access, 4)
+    d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
+    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[max(d, dv)], access)
+    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[max(d, dv)], access)
+    return (
+        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
+        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),
     )
+
+
+def before_backward(main: Variant, float32_out: bool, access: int) -> Variant:
+    """Return the kernel before `main`; `access` is that of dout and out."""
+    packed = isinstance(main.spec, HopperBackwardSpec)
+    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, packed, float32_out, access)
+    return Variant("any/around_backward.cuh", "prepare_backward", main.dtype, spec)
+
+
+def after_backward(main: Variant) -> Variant:
+    """Return the kernel after `main`, where that left a sum of dq."""
+    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, False, False, main.spec.access)
+    return Variant("any/around_backward.cuh", "finish_backward", main.dtype, spec)
 
 
 def variants(capability: int) -> Iterator[Variant]:
@@ -240,6 +284,16 @@ def variants(capability: int) -> Iterator[Variant]:
                 yield from dict.fromkeys(hopper_forward(one, 16, False) for one in masked)
                 yield hopper_forward(problem, 16, True)
                 yield hopper_forward(problem, 2, False)
+                for access, deterministic in ((16, False), (2, False), (16, True)):
+                    if split(problem):
+                        mains = hopper_split_backward(problem, access)
+                    else:
+                        mains = (hopper_backward(problem, access, deterministic),)
+                        if not deterministic:
+                            mains += (after_backward(mains[0]),)
+                    yield from mains
+                    if not deterministic:
+                        yield before_backward(mains[0], False, access)
             for access, deterministic in (*aligned, (16, True)):
                 try:
                     main = backward(problem, access, deterministic, limit, capability)
@@ -247,7 +301,5 @@ def variants(capability: int) -> Iterator[Variant]:
                     continue
                 yield main
                 if not deterministic:
-                    yield from around_backward(main, False)
-            if capability == 90:
-                for access in (16, 2):
-                    yield from hopper_backward(problem, access, False, False, access) or ()
+                    yield before_backward(main, False, access)
+                    yield after_backward(main)

@@ -99,14 +99,18 @@ class PyTorch(Home):
         self.dtypes = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
         self.torch_dtypes = {ours: theirs for theirs, ours in self.dtypes.items()}
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
+        self.streams = {}  # CuPy's, by the pointer
 
     def scope(self):
         return self._stream_scope() if self.gpu else _NO_SCOPE
 
     @contextmanager
     def _stream_scope(self):
-        stream = _Stream(self.torch.cuda.current_stream(self.device).cuda_stream)
-        with self.xp.cuda.Device(self.index), self.xp.cuda.Stream.from_external(stream):
+        pointer = self.torch.cuda.current_stream(self.device).cuda_stream
+        stream = self.streams.get(pointer)
+        if stream is None:  # PyTorch never gives a stream back
+            stream = self.streams[pointer] = self.xp.cuda.Stream.from_external(_Stream(pointer))
+        with self.xp.cuda.Device(self.index), stream:
             yield
 
     def views(self, arrays):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+import threading
+from dataclasses import dataclass, field, replace
 
 import cupy
 import numpy as np
@@ -42,73 +43,85 @@ HOPPER_FORWARD_PARAMS = np.dtype(
         "itemsize": 704,
     }
 )
-
-_ARRAYS, _ROWS = ("dout", "out", "dq", "dk", "dv"), ("lse", "dlse")
+# The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
+_maps = -(-BACKWARD_PARAMS.itemsize // 64) * 64
 HOPPER_BACKWARD_PARAMS = np.dtype(
     {
-        "names": ["q_map", "k_map", "v_map", "dout_map", *_ARRAYS, *_ROWS, "statistics", "dq_sum", "counters", "sizes"]
-        + ["window", "row_blocks", "rotated"],
-        "formats": [MAP] * 4 + [ARRAY] * 5 + [ROW_ARRAY] * 2 + ["u8"] * 3 + [SIZES] + ["i4"] * 3,
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 608, 640, 672, 704, 736, 744, 752, 760, 808, 812, 816],
-        "itemsize": 832,
+        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries", "rotated"],
+        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER, "i4"],
+        "offsets": [
+            *(BACKWARD_PARAMS.fields[n][1] for n in BACKWARD_PARAMS.names),
+            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532, 552)),
+        ],
+        "itemsize": _maps + 576,
     }
 )
+HOPPER_POINTERS = (*BACKWARD_PARAMS.names[:-1], "q_map", "k_map", "v_map", "dout_map")
 
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
+STATISTIC_TILE = 128  # kStatisticTile
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}
 _kept_for_graphs: list = []
+_thread = threading.local()
 
 
 @dataclass(frozen=True)
 class Launch:
     """One kernel with its grid."""
 
-    kernel: object
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
+    kernel: cupy.RawKernel
+    blocks: int
+    threads: int
     shared_bytes: int
 
     @classmethod
     def of(cls, variant: Variant, blocks: int, threads: int) -> Launch:
-        kernel = compiler.kernel(
-            variant, cupy.cuda.runtime.getDevice()
-        ).kernel  # a RawKernel finds it anew in each call
-        return cls(kernel, (blocks, 1, 1), (threads, 1, 1), variant.spec.shared_bytes)
-
-    def __call__(self, struct: np.ndarray) -> None:
-        self.kernel(self.grid, self.block, (struct,), self.shared_bytes)
+        kernel = compiler.kernel(variant, cupy.cuda.runtime.getDevice())
+        return cls(kernel, blocks, threads, variant.spec.shared_bytes)
 
 
 @dataclass(frozen=True)
 class Plan:
     """The launches of one pass and their struct, which lacks nothing but the pointers."""
 
-    launches: tuple[Launch, ...]
-    words: np.ndarray  # the struct as 64-bit words: NumPy copies and CuPy passes structured arrays slowly
-    struct: np.dtype
+    launches: tuple[tuple, ...]  # arguments of cuLaunchKernel, up to the shared memory
+    kernels: tuple  # that they belong to
+    words: np.ndarray  # the struct as 64-bit words
     slots: tuple[int, ...]  # the words that hold the pointers
     workspace: tuple[int, ...] = ()
-    hopper: bool = False
+    idle: list = field(default_factory=list)  # copies of the struct that no call uses, each with its argument list
 
     @classmethod
-    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=(), hopper=False):
+    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=()) -> Plan:
         slots = tuple(
             params.dtype.fields[name][1] // 8 + (tensor_map.address_word() if params.dtype[name] == MAP else 0)
             for name in names
         )
-        return cls(launches, params.view(np.int64), np.dtype(("V", params.nbytes)), slots, workspace, hopper)
+        kernels = tuple(launch.kernel for launch in launches)
+        arguments = tuple((x.kernel.kernel.ptr, x.blocks, 1, 1, x.threads, 1, 1, x.shared_bytes) for x in launches)
+        return cls(arguments, kernels, params.view(np.int64), slots, workspace)
 
     def run(self, *pointers: int) -> None:
-        words = self.words.copy()
+        # What CuPy does for any kernel and any arguments, in a fraction of the time.
+        if not hasattr(_thread, "has_context"):
+            cupy.cuda.runtime.memGetInfo()  # the runtime gives a thread its context, which the driver asks for
+            _thread.has_context = True
+        try:
+            words, arguments, address = self.idle.pop()
+        except IndexError:
+            words = self.words.copy()
+            arguments = np.array([words.ctypes.data])
+            address = arguments.ctypes.data
         for slot, pointer in zip(self.slots, pointers):
             words[slot] = pointer
-        struct = words.view(self.struct)
+        stream = cupy.cuda.get_current_stream().ptr
         for launch in self.launches:
-            launch(struct)
+            cupy.cuda.driver.launchKernel(*launch, stream, address, 0)
+        self.idle.append((words, arguments, address))
 
 
 def forward(problem: Problem, q, k, v, out, lse) -> None:
@@ -117,14 +130,15 @@ def forward(problem: Problem, q, k, v, out, lse) -> None:
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
         return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse)
-    offsets = (q.data.ptr & 15, k.data.ptr & 15, v.data.ptr & 15, out.data.ptr & 15)
+    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr)
+    offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
     lse_strides = None if lse is None else lse.strides
     device = cupy.cuda.runtime.getDevice()
     key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, lse_strides, out.itemsize)
     plan = _plans.get(key)
     if plan is None:
         plan = _remember(key, _plan_forward(problem, q, k, v, out, lse))
-    plan.run(q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr)
+    plan.run(*pointers)
 
 
 def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic: bool) -> None:
@@ -137,17 +151,19 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, determ
     plan = _plans.get(key)
     if plan is None:
         plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, deterministic))
-    delta, dq_sum, turns = plan.workspace
-    # Statistics of each row before its sums; the counters of the portable kernels begin with 0.
-    workspace = (cupy.empty(delta, np.float32), cupy.empty(dq_sum, np.float32))
-    workspace += ((cupy.empty if plan.hopper else cupy.zeros)(turns, np.uint32) if turns else None,)
-    keep_for_graph(*workspace)
+    statistics, sum_size, turns = plan.workspace
+    delta = cupy.empty(statistics, np.float32)
+    dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
+    turn = cupy.zeros(turns, np.uint32) if turns else None
+    keep_for_graph(delta, dq_sum, turn)
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
         0 if dlse is None else dlse.data.ptr,
-        *(0 if x is None else x.data.ptr for x in workspace),
-        *((dout.data.ptr,) if plan.hopper else ()),
+        delta.data.ptr,
+        0 if dq_sum is None else dq_sum.data.ptr,
+        0 if turn is None else turn.data.ptr,
+        *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
     )
 
 
@@ -269,19 +285,19 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
             return None
         params[name] = words
     heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
-    params["order"], runs = _order(problem, heads, tiles)
+    clusters = _attribute(device, "MultiProcessorCount") // spec.cluster
+    params["order"], runs = _order(problem, heads, tiles, clusters * spec.teams)
     params["queries"] = queries
     params["sizes"] = _forward_sizes(problem, group)
     _fill(params, "out", out)
     _fill(params, "lse", lse)
-    clusters = min(-(-runs // spec.teams), _attribute(device, "MultiProcessorCount") // spec.cluster)
-    launch = Launch.of(variant, clusters * spec.cluster, spec.threads)
+    launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster, spec.threads)
     return Plan.of((launch,), params, ("q", "k", "v", target, "lse"))
 
 
-def _order(problem: Problem, heads: int, tiles: int) -> tuple[tuple, int]:
-    """Return the struct `Order` of persistent blocks, and the number of runs; `heads` of a batch have `tiles` each."""
-    paired = problem.banded and tiles > 1
+def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple, int]:
+    """Return the struct `Order` and its number of runs; `heads` of a batch have `tiles` each, `places` run at once."""
+    paired = problem.banded and problem.batch * heads * tiles > places  # fewer start together, the longest ends last
     runs = -(-tiles // 2) if paired else tiles
     all_runs = _blocks(problem.batch * heads, runs)
     return (heads, tiles, runs, all_runs, paired), all_runs
@@ -290,32 +306,32 @@ def _order(problem: Problem, heads: int, tiles: int) -> tuple[tuple, int]:
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
-    plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, deterministic) if path == "sm90" else None
+    plan = None
+    if path == "sm90":
+        if choose.split(problem):
+            plan = _plan_split_backward(device, problem, arrays, lse, dlse)
+        else:
+            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, deterministic)
     return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, deterministic)
 
 
 def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
-    before, after = choose.around_backward(main, out.dtype == np.float32)
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
-    row_blocks = _blocks(pairs_q, -(-problem.seqlen_q // 16))
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
-
     params = np.zeros(1, BACKWARD_PARAMS)
-    for name, x in zip(("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse"), (*arrays, lse, dlse)):
-        _fill(params, name, x)
-    params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
+    _fill_backward(params, problem, arrays, lse, dlse)
     params["sizes"] = _sizes(problem, _backward_section(problem))
     launches = (
-        Launch.of(before, row_blocks, before.spec.threads),
+        _launch_before(problem, choose.before_backward(main, out.dtype == np.float32, access)),
         Launch.of(main, blocks, spec.threads),
-        Launch.of(after, row_blocks, after.spec.threads),
+        _launch_after(problem, choose.after_backward(main)),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
-    names = ("q", "k", "v", "dout", "out", "dq", "dk", "dv", "lse", "dlse", "delta", "dq_sum", "turn")
-    return Plan.of(launches, params, names, (pairs_q * problem.seqlen_q, row_blocks * 16 * spec.head_dim, turns))
+    workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns)
+    return Plan.of(launches, params, BACKWARD_PARAMS.names[:-1], workspace)
 
 
 def _backward_section(problem: Problem) -> int:
@@ -323,38 +339,99 @@ def _backward_section(problem: Problem) -> int:
     return min(problem.batch * problem.heads_k, max(1, L2_SHARE // query_bytes))
 
 
+def _dq_sum_size(problem: Problem, spec) -> int:
+    return problem.batch * problem.heads_q * -(-problem.seqlen_q // 16) * 16 * spec.head_dim
+
+
+def _launch_before(problem: Problem, before: Variant) -> Launch:
+    """A block computes 16 rows of some neighbouring heads."""
+    rows = _statistic_rows(problem) if before.spec.packed else problem.seqlen_q
+    blocks = _blocks(problem.batch * -(-problem.heads_q // before.spec.heads), -(-rows // 16))
+    return Launch.of(before, blocks, before.spec.threads)
+
+
+def _launch_after(problem: Problem, after: Variant) -> Launch:
+    """A warp converts 16 rows of some columns of one head."""
+    parts = after.spec.head_dim // after.spec.finished_cols
+    warps = problem.batch * problem.heads_q * -(-problem.seqlen_q // 16) * parts
+    return Launch.of(after, _blocks(-(-warps // after.spec.warps), 1), after.spec.threads)
+
+
+def _statistic_rows(problem: Problem) -> int:
+    """Rows of a head whose lse and delta are packed."""
+    return -(-problem.seqlen_q // STATISTIC_TILE) * STATISTIC_TILE
+
+
 def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan | None:
-    """Return None where there is no such kernel or the copy engine does not read the layout of q, k, v or dout."""
-    q, k, v, dout, out, dq, dk, dv = arrays
-    access = _access(problem, (dq, dk, dv)), _access(problem, (dout, out))
-    chosen = choose.hopper_backward(problem, access[0], deterministic, out.dtype == np.float32, access[1])
-    if chosen is None or not all(map(tensor_map.possible, (q, k, v, dout))):
+    """Return None where the copy engine does not read the layout of q, k, v or dout."""
+    *copied, out, dq, dk, dv = arrays
+    if not all(map(tensor_map.possible, copied)):
         return None
-    before, main = chosen
+    main = choose.hopper_backward(problem, _access(problem, (dq, dk, dv)), deterministic)
+    before = choose.before_backward(main, out.dtype == np.float32, _access(problem, (copied[-1], out)))
     spec = main.spec
     params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
-    rows = spec.block_q, spec.block_k, spec.block_k, spec.block_q
-    for name, x, n in zip(HOPPER_BACKWARD_PARAMS.names, arrays, rows):
-        words = tensor_map.encode(x, problem.dtype, n)
-        if words is None:
-            return None
-        params[name] = words
-    for name, x in zip(("dout", "out", "dq", "dk", "dv", "lse", "dlse"), (dout, out, dq, dk, dv, lse, dlse)):
-        _fill(params, name, x)
-    pairs = problem.batch * problem.heads_k
-    section = _backward_section(problem)
-    window, row_blocks = min(pairs, 2 * section), -(-problem.seqlen_q // 128) * 8
-    params["sizes"] = _sizes(problem, section)
-    params["window"], params["row_blocks"], params["rotated"] = window, row_blocks, choose.rotated(problem)
-    works = _blocks(pairs, -(-problem.seqlen_k // spec.block_k))
-    heads = 8 if before.spec.head_dim_v <= 64 else 4  # of one block of the kernel before
-    blocks = _blocks(problem.batch * -(-problem.heads_q // heads), row_blocks // 4)
+    rows = (spec.block_q, spec.block_k, spec.block_k, spec.block_q)
+    if not _fill_maps(params, problem, copied, rows):
+        return None
+    pairs_q, tiles = problem.batch * problem.heads_q, -(-problem.seqlen_k // spec.block_k)
+    most = _attribute(device, "MultiProcessorCount")
+    # Deterministic blocks take one tile after the other; they must not pair those that others wait for.
+    params["keys"], runs = _order(problem, problem.heads_k, tiles, MAX_BLOCKS if deterministic else most)
+    params["rotated"] = choose.rotated(problem, deterministic)
+    params["sizes"] = _sizes(problem, _backward_section(problem))
+    _fill_backward(params, problem, arrays, lse, dlse)
     launches = (
-        Launch.of(before, blocks, 256),
-        Launch.of(main, min(works, _attribute(device, "MultiProcessorCount")), spec.threads),
+        _launch_before(problem, before),
+        Launch.of(main, min(most, runs), spec.threads),
+        _launch_after(problem, choose.after_backward(main)),
     )
-    names = ("q_map", "k_map", "v_map", "dout_map", "out", "dq", "dk", "dv", "lse", "dlse")
-    names += ("statistics", "dq_sum", "counters", "dout")
-    rows = problem.batch * problem.heads_q * row_blocks * 16
-    workspace = (2 * rows, window * problem.group * row_blocks * 16 * spec.head_dim, 2 + 2 * window)
-    return Plan.of(launches, params, names, workspace, True)
+    sum_size = _dq_sum_size(problem, spec)
+    turns = 1 + sum_size // (16 * 64) if deterministic else 0  # a warp adds to 16 x 64 of dq
+    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * 2 * _statistic_rows(problem), sum_size, turns))
+
+
+def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[int, ...]) -> bool:
+    """Whether the driver makes maps of q, k, v and dout, with boxes of so many rows."""
+    for name, x, count in zip(("q_map", "k_map", "v_map", "dout_map"), copied, rows):
+        words = tensor_map.encode(x, problem.dtype, count)
+        if words is None:
+            return False
+        params[name] = words
+    return True
+
+
+def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse) -> Plan | None:
+    """Return None where the copy engine does not read the layout of q, k, v or dout.
+
+    No sum depends on the order in which blocks run, so that every call is deterministic.
+    """
+    *copied, out, dq, dk, dv = arrays
+    if not all(map(tensor_map.possible, copied)):
+        return None
+    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    if not _fill_maps(params, problem, copied, (64, 64, 64, 64)):
+        return None
+    keys, queries = choose.hopper_split_backward(problem, _access(problem, (dq, dk, dv)))
+    before = choose.before_backward(keys, out.dtype == np.float32, _access(problem, (copied[-1], out)))
+    pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    head_bytes = 2 * (problem.head_dim + problem.head_dim_v) * max(problem.group * problem.seqlen_q, problem.seqlen_k)
+    section = min(pairs_k, max(1, L2_SHARE // head_bytes))
+    tiles_k, tiles_q = -(-problem.seqlen_k // keys.spec.block_k), -(-problem.seqlen_q // queries.spec.block_q)
+    most = _attribute(device, "MultiProcessorCount")
+    params["keys"], runs_k = _order(problem, problem.heads_k, tiles_k, most)
+    params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
+    params["sizes"] = _sizes(problem, section)
+    _fill_backward(params, problem, arrays, lse, dlse)
+    launches = (
+        _launch_before(problem, before),
+        Launch.of(keys, min(most, runs_k), keys.spec.threads),
+        Launch.of(queries, min(most, runs_q), queries.spec.threads),
+    )
+    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
+
+
+def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse) -> None:
+    for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
+        _fill(params, name, x)
+    params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

@@ -121,8 +121,9 @@ class HopperBackwardSpec(Spec):
     groups: int
     stages: int
     key_slots: int
-    ping_pong: int
-    reduction: int
+    turns: bool
+    early: bool
+    deterministic: bool
     access: int
 
     blocks_per_sm = 1
@@ -138,11 +139,48 @@ class HopperBackwardSpec(Spec):
     @property
     def shared_bytes(self) -> int:
         width = sum(-(-n // 64) * 64 for n in (self.head_dim, self.head_dim_v))
-        scores = 2 * self.block_k * self.block_q
-        staging = 4 * self.block_q * self.head_dim if self.reduction == 2 else 0
-        statistics = 8 * self.stages * self.block_q
+        scores, statistics = 2 * self.block_k * self.block_q, 8 * self.stages * self.block_q
         tiles = 2 * ((self.key_slots * self.block_k + self.stages * self.block_q) * width + scores)
-        return tiles + staging + statistics + 1024
+        return tiles + statistics + 1024
+
+
+@dataclass(frozen=True)
+class HopperKeysSpec(Spec):
+    """Of the kernel that computes dk and dv alone."""
+
+    head_dim: int
+    head_dim_v: int
+    kept: int
+    slots: int
+    slots_dout: int
+    access: int
+
+    blocks_per_sm, threads, block_k = 1, 384, 64
+
+    @property
+    def shared_bytes(self) -> int:
+        d, dv = self.head_dim, self.head_dim_v
+        keys = max(0, d - 64 * self.kept) + max(0, dv - 64 * self.kept)
+        tiles = self.slots * d + self.slots_dout * dv
+        handover, statistics = 2 * 2 * 64 * 64, 4 * 64 * (self.slots + self.slots_dout)
+        return 2 * 64 * (keys + tiles) + handover + statistics + 1024
+
+
+@dataclass(frozen=True)
+class HopperQueriesSpec(Spec):
+    """Of the kernel that computes dq alone."""
+
+    head_dim: int
+    head_dim_v: int
+    slots: int
+    slots_v: int
+    access: int
+
+    blocks_per_sm, threads, block_q = 1, 384, 128
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * 64 * ((2 + self.slots) * self.head_dim + (2 + self.slots_v) * self.head_dim_v) + 1024
 
 
 @dataclass(frozen=True)
@@ -151,10 +189,21 @@ class PrepareSpec(Spec):
 
     head_dim: int
     head_dim_v: int
+    packed: bool
     float32_out: bool
     access: int
 
     warps = 8
+
+    @property
+    def heads(self) -> int:
+        """Neighbouring heads of a block before the backward, with 16 rows each."""
+        return 8 if self.head_dim_v <= 64 else 4 if self.head_dim_v <= 128 else 2
+
+    @property
+    def finished_cols(self) -> int:
+        """Columns of a warp after it, with 16 rows."""
+        return 64 if self.head_dim % 64 == 0 else 32
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,7 @@ def pytest_configure(config):
             config.pluginmanager.register(GpuRecord(), "gpu-record")
 
 
-# Tests of the backward, which has no kernels of its own on Hopper: they run on one path.
-ONE_PATH = ("test_backward.py", "test_determinism.py")
-
-
 def pytest_collection_modifyitems(items):
-    items[:] = [item for item in items if item.path.name not in ONE_PATH or "sm90" not in item.name]
     if NO_CUDA:
         for item in items:
             if item.get_closest_marker("gpu"):

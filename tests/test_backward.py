@@ -14,7 +14,14 @@ def test_lengths(backend, seqlen_q, seqlen_k):
     check(backend, *x.qkv, x.dout)
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(256, 256), (192, 128)])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTH_PAIRS)
+def test_lengths_of_wide_heads(cuda, seqlen_q, seqlen_k, head_dim, head_dim_v):
+    x = inputs(cuda, seqlen_q, seqlen_k, head_dim=head_dim, head_dim_v=head_dim_v, batch=1, seed=3)
+    check(cuda, *x.qkv, x.dout, x.dlse, causal=seqlen_q % 2 == 1)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 192])
 def test_short_sequences(backend16, head_dim):
     """SHI-Labs/NATTEN#203: every length up to 33, after shared memory was filled with NaN."""
     for seqlen in range(1, 34):
@@ -30,7 +37,7 @@ def test_options(backend, heads_q, heads_k, causal, deterministic):
     check(backend, *x.qkv, x.dout, x.dlse, causal=causal, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 192])
 def test_gradient_of_lse_alone(backend, head_dim):
     """Dao-AILab/flash-attention#1137: a loss of the LSE only."""
     x = inputs(backend, 7, heads_q=4, heads_k=2, head_dim=head_dim)
@@ -52,9 +59,10 @@ def test_lse_gradient_is_not_ignored(backend1):
     assert all(map(tools.same_bits, of_zeros, without))
 
 
-def test_float32_out(backend16):
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_float32_out(backend16, head_dim):
     """Gradients of the exact partial result."""
-    x = inputs(backend16, 65, 70)
+    x = inputs(backend16, 65, 70, head_dim=head_dim)
     out = backend16.xp.empty(x.q.shape, np.float32)
     out, lse = cupyflash.attention(*x.qkv, out=out, return_lse=True)
     gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse)

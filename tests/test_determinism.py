@@ -17,17 +17,17 @@ def runs(backend):
     return 30 if backend.name == "cuda" else 3
 
 
-def case(backend, heads_q, heads_k):
+def case(backend, heads_q, heads_k, head_dim=128):
     """The size of Dao-AILab/flash-attention#2244 on a GPU."""
-    seqlen, head_dim = (1024, 128) if backend.name == "cuda" else (300, 64)
+    seqlen = 1024 if backend.name == "cuda" else 300
     return inputs(backend, seqlen, heads_q=heads_q, heads_k=heads_k, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("heads_q, heads_k", [(4, 4), (8, 2)])
-def test_repeated(backend1, heads_q, heads_k, options):
+@pytest.mark.parametrize("heads_q, heads_k, head_dim", [(4, 4, 128), (8, 2, 128), (12, 6, 256)])
+def test_repeated(backend1, heads_q, heads_k, head_dim, options):
     """Dao-AILab/flash-attention#2244: forward, and backward when it is asked for."""
-    x = case(backend1, heads_q, heads_k)
+    x = case(backend1, heads_q, heads_k, head_dim)
     out, lse = cupyflash.attention(*x.qkv, return_lse=True, **options)
     gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, dlse=x.dlse, deterministic=True, **options)
     for _ in range(runs(backend1)):

@@ -155,20 +155,30 @@ def test_a_map_is_patched_by_its_address(dtype):
 
 
 @pytest.fixture
-def path_of_a_call(monkeypatch):
-    """Makes a call on a path of choice; returns its results on the host and the path that it took."""
+def paths_of_a_call(monkeypatch):
+    """Makes a call on a path of choice; returns its results and the paths that its passes took."""
     launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
-    structs = {launch.FORWARD_PARAMS.itemsize: "sm80", launch.HOPPER_FORWARD_PARAMS.itemsize: "sm90"}
-    assert len(structs) == 2
+    portable, hopper = ("FORWARD_PARAMS", "BACKWARD_PARAMS"), ("HOPPER_FORWARD_PARAMS", "HOPPER_BACKWARD_PARAMS")
+    structs = {getattr(launch, name).itemsize: "sm80" for name in portable}
+    structs |= {getattr(launch, name).itemsize: "sm90" for name in hopper}
+    assert len(structs) == 4
 
-    def run(path, q, k, v, **options):
+    def run(path, q, k, v, dout=None, deterministic=False, **options):
         monkeypatch.setenv("CUPYFLASH_PATH", path)
         monkeypatch.setattr(launch, "_plans", {})
         out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
-        *_, plan = launch._plans.values()
-        return out, lse, structs[plan.words.nbytes]
+        results = {"out": out, "lse": lse}
+        if dout is not None:
+            options["deterministic"] = deterministic
+            results |= cupyflash.attention_backward(dout, q, k, v, out, lse, **options)._asdict()
+        return results, [structs[plan.words.nbytes] for plan in launch._plans.values()]
 
     return run
+
+
+def backward_path(path, *head_dims):
+    """The path of the backward where the forward takes `path`."""
+    return path if max(head_dims) > 128 else "sm80"
 
 
 BFLOAT16 = tools.Backend("cuda", "bfloat16", "sm90")
@@ -178,29 +188,32 @@ ALIGNED = ("contiguous", "heads first", "sequence first", "padded")  # rows, and
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("layout", tools.LAYOUTS)
-def test_layouts_that_take_the_portable_path(path_of_a_call, layout):
-    x = tools.inputs(BFLOAT16, 70, 65, heads_q=4, heads_k=2)
-    right = tools.expectation(BFLOAT16, *x.qkv)
-    for which in range(3):
-        arrays = list(x.qkv)
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_layouts_that_take_the_portable_path(paths_of_a_call, head_dim, layout):
+    x = tools.inputs(BFLOAT16, 70, 65, heads_q=4, heads_k=2, head_dim=head_dim)
+    right = tools.expectation(BFLOAT16, *x.qkv, x.dout)
+    for which in range(4):
+        arrays = [*x.qkv, x.dout]
         arrays[which] = tools.laid_out(BFLOAT16, arrays[which], tools.LAYOUTS[layout])
-        out, lse, path = path_of_a_call("sm90", *arrays)
+        results, paths = paths_of_a_call("sm90", *arrays)
         copied = not tools.rows_are_contiguous(arrays[which])
-        assert path == ("sm90" if layout in ALIGNED or copied else "sm80"), "qkv"[which]
-        tools.assert_close("out", BFLOAT16.host(out), *right["out"])
-        tools.assert_close("lse", BFLOAT16.host(lse), *right["lse"])
+        path = "sm90" if layout in ALIGNED or copied else "sm80"
+        assert paths == ["sm90" if which == 3 else path, backward_path(path, head_dim)], ("q", "k", "v", "dout")[which]
+        for name, result in results.items():
+            tools.assert_close(name, BFLOAT16.host(result), *right[name])
 
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("head_dim", [64, 192])
 @pytest.mark.parametrize("scale", [None, 0.3, 0.0, -0.3])
-def test_every_scale_takes_the_path(path_of_a_call, scale):
-    x = tools.inputs(BFLOAT16, 70, 65)
-    right = tools.expectation(BFLOAT16, *x.qkv, scale=scale)
-    out, lse, taken = path_of_a_call("sm90", *x.qkv, scale=scale)
-    assert taken == "sm90"
-    tools.assert_close("out", BFLOAT16.host(out), *right["out"])
-    tools.assert_close("lse", BFLOAT16.host(lse), *right["lse"])
+def test_every_scale_takes_the_path(paths_of_a_call, scale, head_dim):
+    x = tools.inputs(BFLOAT16, 70, 65, head_dim=head_dim)
+    right = tools.expectation(BFLOAT16, *x.qkv, x.dout, scale=scale)
+    results, paths = paths_of_a_call("sm90", *x.qkv, x.dout, scale=scale)
+    assert paths == ["sm90", backward_path("sm90", head_dim)]
+    for name, result in results.items():
+        tools.assert_close(name, BFLOAT16.host(result), *right[name])
 
 
 # --- Agreement
@@ -226,6 +239,9 @@ SHAPES = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
     "packed, 8 heads": (70, 260, 16, 2, 96, 64),
     "packed, 64 heads": (3, 2100, 64, 1, 128, 128),
     "packed, many tiles": (21, 150, 400, 200, 64, 64),
+    "256, 64": (130, 200, 4, 1, 256, 64),
+    "136": (65, 129, 2, 1, 136, 136),
+    "many tiles of 192": (300, 333, 40, 20, 256, 192),  # in pairs of 6 and of 3, where banded
     "many keys": (600, 2100, 2, 1, 64, 64),  # beyond choose.SHORT
 }
 MASKS = {
@@ -243,16 +259,23 @@ MASKS = {
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_paths_agree(path_of_a_call, shape, mask, dtype):
+def test_both_paths_agree(paths_of_a_call, shape, mask, dtype):
     backend = tools.Backend("cuda", dtype, "sm90")
-    seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v = SHAPES[shape]
-    x = tools.inputs(backend, seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v)
-    right = tools.expectation(backend, *x.qkv, **MASKS[mask])
+    seqlen_q, seqlen_k, heads_q, heads_k, *head_dims = SHAPES[shape]
+    x = tools.inputs(backend, seqlen_q, seqlen_k, heads_q, heads_k, *head_dims)
+    dout = x.dout if backward_path("sm90", *head_dims) == "sm90" else None
+    right = tools.expectation(backend, *x.qkv, dout, **MASKS[mask])
     results = {}
     for path in ("sm80", "sm90"):
-        out, lse, taken = path_of_a_call(path, *x.qkv, **MASKS[mask])
-        assert taken == path
-        results[path] = {"out": backend.host(out), "lse": backend.host(lse)}
-    for name in ("out", "lse"):
-        one, other = results["sm80"][name], results["sm90"][name]
-        tools.assert_close(name, other, one, right[name][1])
+        results[path], taken = paths_of_a_call(path, *x.qkv, dout, **MASKS[mask])
+        assert set(taken) == {path}
+    for name, one in results["sm80"].items():
+        tools.assert_close(name, backend.host(results["sm90"][name]), backend.host(one), right[name][1])
+
+
+@pytest.mark.gpu
+@hopper
+def test_the_split_backward_is_always_deterministic(paths_of_a_call):
+    x = tools.inputs(BFLOAT16, 300, 333, heads_q=40, heads_k=20, head_dim=192)
+    one, other = (paths_of_a_call("sm90", *x.qkv, x.dout, deterministic=d, causal=True)[0] for d in (False, True))
+    assert all(tools.same_bits(one[name], other[name]) for name in one)

@@ -846,6 +846,16 @@ def test_gpu_threads(cupy):
 
 
 @pytest.mark.gpu
+def test_gpu_in_a_new_thread(cupy):
+    """A warm call is the first that a thread makes: the driver finds no context of it, if nobody has bound one."""
+    args = gpu_inputs(cupy)
+    expected = [gpu_results(*args) for _ in range(2)][1]  # and CuPy's pool has what a call needs
+    got = []
+    in_threads(lambda i: got.append(gpu_results(*args)), 1)
+    assert_same_bits(got[0], expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["cupy", "torch"])
 def test_gpu_memory(cupy, name, request):
     """pytorch/pytorch#9261"""

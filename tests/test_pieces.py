@@ -356,15 +356,16 @@ __global__ void find(int* out, int tiles, int batch, int heads, int section, int
   out[3 * i] = work.batch, out[3 * i + 1] = work.head, out[3 * i + 2] = work.tile;
 }
 
+template <bool kDescending>
 __global__ void walk(const Order order, const Sizes sizes, int* out) {
   int i = 0;
-  for (Works works(order, sizes, blockIdx.x, gridDim.x); works.left(); works.next(), ++i) {
+  for (Works works(order, sizes, blockIdx.x, gridDim.x, kDescending); works.left(); works.next(), ++i) {
     int* const one = out + 3 * (blockIdx.x * order.tiles * order.heads * sizes.batch + i);
     one[0] = works.work.batch, one[1] = works.work.head, one[2] = works.work.tile;
   }
 }
 """,
-    ("find<true>", "find<false>", "walk"),
+    ("find<true>", "find<false>", "walk<true>", "walk<false>"),
 )
 
 
@@ -398,9 +399,10 @@ def test_work_of_many_blocks():
 
 
 @gpu
+@pytest.mark.parametrize("descending", [True, False])
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("blocks", [1, 2, 5, 64])
-def test_works_of_persistent_blocks(paired, blocks):
+def test_works_of_persistent_blocks(blocks, paired, descending):
     """Every tile once. The tiles i and n - 1 - i follow each other, the longer first, if a run is a pair."""
     launch = tools.Backend("cuda", "float16").module
     for tiles, batch, heads, section in ((1, 1, 1, 1), (2, 3, 1, 2), (5, 2, 3, 4), (8, 1, 7, 7)):
@@ -409,13 +411,13 @@ def test_works_of_persistent_blocks(paired, blocks):
         sizes = np.zeros(1, launch.SIZES)
         sizes["batch"], sizes["heads_q"], sizes["section"] = batch, heads, section
         out = to_gpu(np.full((blocks, batch * heads * tiles, 3), -1, np.int32))
-        WORK.run("walk", blocks, 1, struct(order), struct(sizes), out)
+        WORK.run(f"walk<{str(descending).lower()}>", blocks, 1, struct(order), struct(sizes), out)
         lists = [own[own[:, 2] >= 0].tolist() for own in out.get()]
         found = sorted(tuple(work) for own in lists for work in own)
         assert found == [(b, h, t) for b in range(batch) for h in range(heads) for t in range(tiles)]
         for own in lists:
             for (b, h, tile), (c, g, after) in zip(own, own[1:]):
-                if paired and tile > tiles - 1 - tile:
+                if paired and (tile > tiles - 1 - tile if descending else tile < tiles - 1 - tile):
                     assert (c, g, after) == (b, h, tiles - 1 - tile)
 
 

@@ -49,5 +49,11 @@ __device__ inline Range tiles_of(const Band& band, Range rows, int block_k) {
 __device__ inline Range tiles_of(const Band& band, int first_row, int block_q, int block_k) {
   return tiles_of(band, {first_row, min(first_row + block_q, band.seqlen_q) - 1}, block_k);
 }
+// The query tiles that see some of the keys.
+__device__ inline Range query_tiles_of(const Band& band, Range keys, int block_q) {
+  const Range seen = queries_of_any(band, keys);
+  const int first = seen.first / block_q;
+  return {first, seen.last < seen.first ? first - 1 : seen.last / block_q};
+}
 
 }  // namespace cupyflash

@@ -56,21 +56,41 @@ struct HopperBackwardSpec {
   int block_q;
   int groups;     // warpgroups that compute, 64 keys each
   int stages;     // tiles of q and dout in flight
-  int key_slots;  // tiles of k and v in flight; 2: one tile of keys goes over into the next
-  int ping_pong;  // the groups take turns at the tensor cores; 1: passed on when all is issued; 2: when dk is there
-  int reduction;  // of dq: 1 from registers, 2 by the copy engine
-  int access;     // of the stores of dq, dk and dv
+  int key_slots;  // tiles of k and v in flight; 2: the products of one tile of keys go over into those of the next
+  bool turns;     // the groups take turns at the tensor cores
+  bool early;     // the next scores are issued before dk is waited for
+  bool deterministic;
+  int access;  // of the stores of dk and dv
 
   __device__ constexpr int block_k() const { return 64 * groups; }
   __device__ constexpr int threads() const { return 128 * (groups + 1); }
-  __device__ constexpr int registers() const { return groups > 2 ? 160 : head_dim > 64 ? 240 : 232; }
-  __device__ constexpr int copying_registers() const { return groups > 2 ? 32 : head_dim > 64 ? 24 : 40; }
+  __device__ constexpr int registers() const { return 240; }
+  __device__ constexpr int copying_registers() const { return 24; }
+};
+
+struct HopperKeysSpec {      // of the kernel of dk and dv
+  int head_dim, head_dim_v;  // 64, 128, 192 or 256
+  int kept;                  // columns of k and v, in units of 64, that stay in registers
+  int slots, slots_dout;     // tiles of q and of dout in flight
+  int access;                // of the stores of dk and dv
+};
+
+struct HopperQueriesSpec {   // of the kernel of dq
+  int head_dim, head_dim_v;  // 64, 128, 192 or 256
+  int slots, slots_v;        // tiles of k and of v in flight
+  int access;                // of the stores of dq
 };
 
 struct PrepareSpec {
   int head_dim, head_dim_v;
+  bool packed;  // delta and lse as `statistic_of` says
   bool float32_out;
   int access;
+
+  // A row is read by 16 bytes a lane, and 64 lanes read neighbouring heads: whole kilobytes.
+  __device__ constexpr int lanes() const { return head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32; }
+  __device__ constexpr int heads() const { return 64 / lanes(); }
+  __device__ constexpr int finished_cols() const { return head_dim % 64 == 0 ? 64 : 32; }  // of a warp afterwards
 };
 
 }  // namespace cupyflash

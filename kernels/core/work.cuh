@@ -24,11 +24,13 @@ struct Works {
   const Order& order;
   const Sizes& sizes;
   uint32 run, step;
+  bool descending;  // the last tiles of a head are the longest
   Work work;
   int partner;  // the tile that ends the run
 
-  __device__ __forceinline__ Works(const Order& order, const Sizes& sizes, uint32 first, uint32 step)
-      : order(order), sizes(sizes), run(first), step(step) {
+  __device__ __forceinline__ Works(const Order& order, const Sizes& sizes, uint32 first, uint32 step,
+                                   bool descending = true)
+      : order(order), sizes(sizes), run(first), step(step), descending(descending) {
     find();
   }
   __device__ __forceinline__ bool left() const { return run < uint32(order.all_runs); }
@@ -36,16 +38,19 @@ struct Works {
     if (work.tile != partner) {
       work.tile = partner;
     } else {
-      run += step;
-      find();
+      jump(run + step);
     }
+  }
+  __device__ __forceinline__ void jump(uint32 to) {
+    run = to;
+    find();
   }
 
  private:
   __device__ __forceinline__ void find() {
-    work = find_work(run, order.runs, sizes.batch, order.heads, sizes.section, !order.paired);
-    partner = work.tile;
-    if (order.paired) work.tile = order.tiles - 1 - partner;
+    work = find_work(run, order.runs, sizes.batch, order.heads, sizes.section, false);
+    if (descending) work.tile = order.tiles - 1 - work.tile;
+    partner = order.paired ? order.tiles - 1 - work.tile : work.tile;
   }
 };
 

@@ -40,6 +40,13 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// 9.7.9.26.4.1 cp.async.bulk: neighbouring bytes, a multiple of 16.
+__device__ __forceinline__ void copy_bytes(uint32 target, const void* source, uint32 barrier, int bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(target),
+               "l"(source), "r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // 9.7.9.26.5.2 cp.async.bulk.tensor: a box of (head_dim, heads, seqlen, batch); what is outside the array is read as
 // zero, and not written.
 __device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, uint32 barrier, int col, int row,
@@ -60,22 +67,6 @@ __device__ __forceinline__ void copy_box_to_all(uint32 target, const TensorMap& 
       "l"(&map), "r"(barrier), "r"(col), "r"(head), "r"(row), "r"(batch), "h"(static_cast<unsigned short>(blocks))
       : "memory");
 }
-// 9.7.9.26.4.1 cp.async.bulk: neighbouring bytes, a multiple of 16.
-__device__ __forceinline__ void copy_bytes(uint32 target, const void* source, uint32 barrier, int bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(target),
-               "l"(source), "r"(barrier), "r"(bytes)
-               : "memory");
-}
-// 9.7.9.26.4.2 cp.reduce.async.bulk: adds neighbouring floats.
-__device__ __forceinline__ void add_bytes(float* target, uint32 source, int bytes) {
-  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target), "r"(source),
-               "r"(bytes)
-               : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// 9.7.9.26.6 cp.async.bulk.wait_group: until what was added has been read, or is there for all.
-__device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-__device__ __forceinline__ void wait_for_writes() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ void store_box(const TensorMap& map, uint32 source, int col, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(source), "r"(col), "r"(head), "r"(row), "r"(batch)
@@ -91,8 +82,6 @@ __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
 
 // 9.7.13.4 fence.proxy.async: what this thread stored in shared memory is seen by wgmma and the copy engine.
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Global memory too.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // 9.7.15.5.15 stmatrix: four 8 x 8 matrices of 16 bits; lane l has the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrix(uint32 address, const uint32 (&r)[4]) {

@@ -55,7 +55,7 @@ namespace cupyflash {
 template <class T, int kN>
 struct Wgmma;
 
-#define WGMMA(TYPE, NAME, N, A, B, C, D, E)                                                                        \
+#define WGMMA(TYPE, NAME, N, A, B, C, D, E, F)                                                                     \
   template <>                                                                                                      \
   struct Wgmma<TYPE, N> {                                                                                          \
     __device__ __forceinline__ static void dot_rows(float (&d)[N / 8][4], uint64 a, uint64 b, int accumulate) {    \
@@ -63,6 +63,13 @@ struct Wgmma;
                    "." NAME " {" REGISTERS_##N "}, " A ", " B ", p, 1, 1, 0, 0; }"                                 \
                    : OPERANDS_##N                                                                                  \
                    : "l"(a), "l"(b), "r"(accumulate));                                                             \
+    }                                                                                                              \
+    __device__ __forceinline__ static void dot_rows(float (&d)[N / 8][4], const uint32 (&a)[4], uint64 b,          \
+                                                    int accumulate) {                                              \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, " F ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME \
+                   "." NAME " {" REGISTERS_##N "}, {" A ", " B ", " C ", " D "}, " E ", p, 1, 1, 0; }"             \
+                   : OPERANDS_##N                                                                                  \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                         \
     }                                                                                                              \
     /* a and b with contiguous columns, both taken by columns: a^T b */                                            \
     __device__ __forceinline__ static void transposed_times(float (&d)[N / 8][4], uint64 a, uint64 b,              \
@@ -79,20 +86,20 @@ struct Wgmma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                          \
     }                                                                                                              \
   };
-WGMMA(float16, "f16", 64, "%32", "%33", "%34", "%35", "%36")
-WGMMA(bfloat16, "bf16", 64, "%32", "%33", "%34", "%35", "%36")
-WGMMA(float16, "f16", 80, "%40", "%41", "%42", "%43", "%44")
-WGMMA(bfloat16, "bf16", 80, "%40", "%41", "%42", "%43", "%44")
-WGMMA(float16, "f16", 96, "%48", "%49", "%50", "%51", "%52")
-WGMMA(bfloat16, "bf16", 96, "%48", "%49", "%50", "%51", "%52")
-WGMMA(float16, "f16", 112, "%56", "%57", "%58", "%59", "%60")
-WGMMA(bfloat16, "bf16", 112, "%56", "%57", "%58", "%59", "%60")
-WGMMA(float16, "f16", 128, "%64", "%65", "%66", "%67", "%68")
-WGMMA(bfloat16, "bf16", 128, "%64", "%65", "%66", "%67", "%68")
-WGMMA(float16, "f16", 192, "%96", "%97", "%98", "%99", "%100")
-WGMMA(bfloat16, "bf16", 192, "%96", "%97", "%98", "%99", "%100")
-WGMMA(float16, "f16", 256, "%128", "%129", "%130", "%131", "%132")
-WGMMA(bfloat16, "bf16", 256, "%128", "%129", "%130", "%131", "%132")
+WGMMA(float16, "f16", 64, "%32", "%33", "%34", "%35", "%36", "%37")
+WGMMA(bfloat16, "bf16", 64, "%32", "%33", "%34", "%35", "%36", "%37")
+WGMMA(float16, "f16", 80, "%40", "%41", "%42", "%43", "%44", "%45")
+WGMMA(bfloat16, "bf16", 80, "%40", "%41", "%42", "%43", "%44", "%45")
+WGMMA(float16, "f16", 96, "%48", "%49", "%50", "%51", "%52", "%53")
+WGMMA(bfloat16, "bf16", 96, "%48", "%49", "%50", "%51", "%52", "%53")
+WGMMA(float16, "f16", 112, "%56", "%57", "%58", "%59", "%60", "%61")
+WGMMA(bfloat16, "bf16", 112, "%56", "%57", "%58", "%59", "%60", "%61")
+WGMMA(float16, "f16", 128, "%64", "%65", "%66", "%67", "%68", "%69")
+WGMMA(bfloat16, "bf16", 128, "%64", "%65", "%66", "%67", "%68", "%69")
+WGMMA(float16, "f16", 192, "%96", "%97", "%98", "%99", "%100", "%101")
+WGMMA(bfloat16, "bf16", 192, "%96", "%97", "%98", "%99", "%100", "%101")
+WGMMA(float16, "f16", 256, "%128", "%129", "%130", "%131", "%132", "%133")
+WGMMA(bfloat16, "bf16", 256, "%128", "%129", "%130", "%131", "%132", "%133")
 
 #undef WGMMA
 #undef REGISTERS_64

@@ -1,0 +1,197 @@
+// dq on Hopper for wide heads: a pass of its own, after delta is known, that sums in registers. A block owns 128
+// queries, whose q and dout stay in shared memory, and goes through the keys that they see. One warpgroup copies; each
+// of the others computes, for 64 queries,
+//   S = q k^T    P = exp(scale S - lse)    dP = dout v^T    dS = P (dP - delta)    dq += dS k
+#pragma once
+
+#include "core/epilogue.cuh"
+#include "core/spec.cuh"
+#include "core/work.cuh"
+#include "sm90/backward_params.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/tile.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace cupyflash {
+
+template <class T, HopperQueriesSpec kSpec>
+__global__ void __launch_bounds__(384, 1) hopper_queries(const __grid_constant__ HopperBackwardParams p) {
+  constexpr int kGroups = 2, kBlockQ = 64 * kGroups, kBlockK = 64, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
+  constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
+  constexpr int kQBytes = tile_bytes(64, kDim), kDoutBytes = tile_bytes(64, kDimV);  // of a group
+  constexpr int kSlots = kSpec.slots, kSlotsV = kSpec.slots_v;
+
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV)];
+  const uint32 q_base = (shared_address(shared) + 1023) & ~1023u, dout_base = q_base + kGroups * kQBytes;
+  const uint32 k_base = dout_base + kGroups * kDoutBytes, v_base = k_base + kSlots * kKBytes;
+  Ring<1> q_ring(shared_address(barriers)), dout_ring(shared_address(barriers + 2));
+  Ring<kSlots> k_ring(shared_address(barriers + 4));
+  Ring<kSlotsV> v_ring(shared_address(barriers + 4 + 2 * kSlots));
+  const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
+  const bool copies = warpgroup == kGroups;
+  if (threadIdx.x == 0) {
+    q_ring.init(4 * kGroups), dout_ring.init(4 * kGroups), k_ring.init(4 * kGroups), v_ring.init(4 * kGroups);
+    fence_barrier_init();  // for the copy engine; for the other threads the barrier below
+  }
+  __syncthreads();
+
+  Sizes s = p.sizes;
+  s.section *= s.group;  // counts query heads here
+  const Band band(s);
+  Works works(p.queries, s, blockIdx.x, gridDim.x, true);
+
+  if (copies) {
+    give_registers<24>();
+    if (threadIdx.x % 128 > 0) return;
+    prefetch_map(p.q_map), prefetch_map(p.k_map), prefetch_map(p.v_map), prefetch_map(p.dout_map);
+    for (; works.left(); works.next()) {
+      const Work& work = works.work;
+      const int first_query = work.tile * kBlockQ, head_k = work.head / s.group;
+      const Range tiles = tiles_of(band, first_query, kBlockQ, kBlockK);
+      if (tiles.last < tiles.first) continue;
+      const uint32 q_full = q_ring.acquire(kGroups * kQBytes);
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i)
+        copy_tile<64, kDim>(q_base + i * kQBytes, p.q_map, q_full, first_query + 64 * i, work.head, work.batch);
+      q_ring.advance();
+#pragma unroll 1
+      for (int tile = tiles.first; tile <= tiles.last; ++tile) {
+        copy_tile<kBlockK, kDim>(k_base + k_ring.slot() * kKBytes, p.k_map, k_ring.acquire(kKBytes), tile * kBlockK,
+                                 head_k, work.batch);
+        k_ring.advance();
+        if (tile == tiles.first) {
+          const uint32 dout_full = dout_ring.acquire(kGroups * kDoutBytes);
+#pragma unroll
+          for (int i = 0; i < kGroups; ++i)
+            copy_tile<64, kDimV>(dout_base + i * kDoutBytes, p.dout_map, dout_full, first_query + 64 * i, work.head,
+                                 work.batch);
+          dout_ring.advance();
+        }
+        copy_tile<kBlockK, kDimV>(v_base + v_ring.slot() * kVBytes, p.v_map, v_ring.acquire(kVBytes), tile * kBlockK,
+                                  head_k, work.batch);
+        v_ring.advance();
+      }
+    }
+    return;
+  }
+
+  take_registers<240>();
+  const int warp_row = warp_index() % 4 * 16;  // a row of the group's 64
+  const uint64 q = row_operand<64>(q_base + warpgroup * kQBytes, 0);
+  const uint64 dout = row_operand<64>(dout_base + warpgroup * kDoutBytes, 0);
+
+  Accumulator<kDim> dq;
+  Accumulator<kBlockK> prob, ds;    // S, then P; dP, then dS
+  uint32 weights[kBlockK / 16][4];  // dS in 16 bits, as left operand
+  int first_query;                  // of the group
+  float lse[2], delta[2];
+
+  const auto issue_scores = [&](int ahead) {  // q k^T
+    const uint64 k = row_operand<kBlockK>(k_base + k_ring.slot(ahead) * kKBytes, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step)
+      Wgmma<T, kBlockK>::dot_rows(prob.x, row_step<64>(q, step), row_step<kBlockK>(k, step), step > 0);
+    wgmma_commit();
+  };
+  const auto issue_products = [&] {  // dout v^T
+    const uint64 v = row_operand<kBlockK>(v_base + v_ring.slot() * kVBytes, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kDimV / 16; ++step)
+      Wgmma<T, kBlockK>::dot_rows(ds.x, row_step<64>(dout, step), row_step<kBlockK>(v, step), step > 0);
+    wgmma_commit();
+  };
+  const auto issue_dq = [&] {  // dq += dS k
+    const uint64 k = column_operand<kBlockK>(k_base + k_ring.slot() * kKBytes, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockK / 16; ++step) Wgmma<T, kDim>::times(dq.x, weights[step], column_step(k, step));
+    wgmma_commit();
+  };
+  const auto exponentiate = [&](int tile) {  // S -> P
+    const int first_key = tile * kBlockK;
+    const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, s.seqlen_q) - 1});
+    if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
+      prob.hide(first_query + warp_row, first_key, s.scale_log2 < 0.f ? kInfinity : -kInfinity,
+                [&](int row) { return band.keys(row); });
+#pragma unroll
+    for (int j = 0; j < kBlockK / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, -lse[i / 2]));
+  };
+  const auto weigh = [&] {  // dP -> dS
+#pragma unroll
+    for (int step = 0; step < kBlockK / 16; ++step) {
+#pragma unroll
+      for (int j = 2 * step; j < 2 * step + 2; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) ds.x[j][i] = prob.x[j][i] * (ds.x[j][i] - delta[i / 2]);
+      ds.template operand<T>(weights[step], step);
+    }
+  };
+  // The wait for the next k, or the release of q, stands between the exponentials and the wait for dP: the compiler
+  // would move them behind it.
+  const auto finish_tile = [&](int tile, bool last) {
+    wgmma_wait<1>();  // the scores are there, dP goes on
+    exponentiate(tile);
+    if (last)
+      q_ring.release();
+    else
+      k_ring.wait(1);
+    wgmma_wait<0>();
+    v_ring.release();
+    v_ring.advance();
+    weigh();
+  };
+
+#pragma unroll 1
+  for (; works.left(); works.next()) {
+    const Work& work = works.work;
+    first_query = work.tile * kBlockQ + 64 * warpgroup;
+    const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
+    dq.clear();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_query + warp_row + dq.row(half);
+      lse[half] = kInfinity, delta[half] = 0.f;  // of a row that is not there or sees no key: P is 0
+      if (row < s.seqlen_q) {
+        const float natural = p.lse.at(work.batch, work.head)[row * p.lse.row];
+        if (natural != -kInfinity) lse[half] = natural * kLog2E;
+        delta[half] = p.delta.at(work.batch, work.head)[row * p.delta.row];
+      }
+    }
+    if (tiles.last >= tiles.first) {
+      q_ring.wait();
+      k_ring.wait();
+      issue_scores(0);
+      dout_ring.wait();
+      v_ring.wait();
+      issue_products();
+      finish_tile(tiles.first, tiles.first == tiles.last);
+#pragma unroll 1
+      for (int tile = tiles.first + 1; tile <= tiles.last; ++tile) {
+        issue_dq();  // of the tile before
+        issue_scores(1);
+        wgmma_wait<1>();  // dq is there: dP gets the registers of the weights
+        k_ring.release();
+        k_ring.advance();
+        v_ring.wait();
+        issue_products();
+        finish_tile(tile, tile == tiles.last);
+      }
+      dout_ring.release();
+      issue_dq();
+      wgmma_wait<0>();
+      k_ring.release();
+      k_ring.advance();
+      q_ring.advance(), dout_ring.advance();
+    }
+    dq.scale_rows(s.scale, s.scale);
+    const Matrix target = head_of(p.dq, work.batch, work.head, s.seqlen_q, s.head_dim);
+    store<T, kSpec.access>(dq, target, first_query + warp_row);
+  }
+}
+
+}  // namespace cupyflash
