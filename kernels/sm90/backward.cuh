@@ -199,6 +199,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   // What a group computes of dq: 64 queries, or 64 columns of all.
   constexpr bool kByQueries = kBlockQ == 64 * kGroups;
   constexpr int kDqCols = 64;
+  constexpr uint32 kNone = ~0u;
   static_assert(kByQueries ? kDim == 64 : kBlockQ == 64 && kDim == 64 * kGroups, "dq is shared among the groups");
 
   extern __shared__ __align__(1024) char shared[];
@@ -281,28 +282,28 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   };
 
   // dq is that of the tile before. Deterministic: each part of it has a counter of the tiles of keys that were added.
-  const auto part_of = [&](const Job& job) {  // none: -1
+  const auto part_of = [&](const Job& job) {
     const int block = (kByQueries ? 4 * group : 0) + warp_row() / 16;
-    if (block >= job.blocks) return int64(-1);
-    return int64(job.block + block) * (kByQueries ? 1 : kGroups) + (kByQueries ? 0 : group);
+    if (block >= job.blocks) return kNone;
+    return (job.block + block) * (kByQueries ? 1 : kGroups) + (kByQueries ? 0 : group);
   };
   const auto add_dq = [&](const Job& job) {
-    const int64 part = part_of(job);
-    if (part < 0) return;
+    const uint32 part = part_of(job);
+    if (part == kNone) return;
     if constexpr (kSpec.deterministic) {
       if (lane_index() == 0)
         while (load_acquire(p.turn + 1 + part) < job.before) __nanosleep(20);
       __syncwarp();
     }
-    float* const target = p.dq_sum + part * (16 * kDqCols) + 4 * lane_index();
+    float* const target = p.dq_sum + int64(part) * (16 * kDqCols) + 4 * lane_index();
 #pragma unroll
     for (int j = 0; j < kDqCols / 8; ++j) reduce_add(target + 128 * j, dq.x[j]);
   };
   const auto tell_added = [&](const Job& job) {
     if constexpr (kSpec.deterministic) {
-      const int64 part = part_of(job);
+      const uint32 part = part_of(job);
       __syncwarp();
-      if (part >= 0 && lane_index() == 0) add_release(p.turn + 1 + part, 1);
+      if (part != kNone && lane_index() == 0) add_release(p.turn + 1 + part, 1);
     }
   };
   const auto store_gradients = [&] {
