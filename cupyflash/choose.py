@@ -95,7 +95,17 @@ BACKWARD = {
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 
-# Hopper, head_dim up to: (block_q, groups, stages, key_slots, turns, early).
+# Hopper, head_dim up to: (block_q, groups, stages, key_slots, turns, early). Tried, in TFLOP/s at lengths 512 / 4096 /
+# 16384, full mask, where the fastest of cuDNN, FlashAttention-3 and -4 has 326 / 468 / 522 at 64 and 348 / 596 / 669 at
+# 128; two kernels that share the work in another way do better at 192 and 256 alone:
+#   dq in a third warpgroup                     64: 260 / 403 / 419, in the two that own the keys 244 / 448 / 494
+#   a small dq sum that idle warps convert      64: 174 / 486 / 540, 128: 175 / 469 / 555: at short lengths the blocks
+#   while others add to it                      wait for places in it, 319 / 528 / 595 with a sum for all
+#   dq added by the copy engine                 64: 173 / 353 / 391
+#   full masks, every tile of keys begins with  7 % less at 64, 10 % less at 128, from 8192 on: all add to the same rows
+#   the first queries
+#   no turns at the tensor cores                64: 12 % less at 16384
+#   dq, dk and dv apart, with two more products 64: less everywhere, 128: 333 at 512, 389 against 411 at 1024
 HOPPER_BACKWARD = {64: (128, 2, 2, 2, True, True), 128: (64, 2, 2, 2, True, True)}
 
 # Hopper, where the backward is split, head_dim up to: (kept, slots, slots_dout) of the kernel of dk and dv, (slots,
@@ -269,8 +279,12 @@ def after_backward(main: Variant) -> Variant:
     return Variant("any/around_backward.cuh", "finish_backward", main.dtype, spec)
 
 
-def variants(capability: int) -> Iterator[Variant]:
-    """Yield the kernels that devices of `capability` (80, 90, ...) choose: every row, dtype and option."""
+def variants(capability: int) -> tuple[Variant, ...]:
+    """Return the kernels that devices of `capability` (80, 90, ...) choose: every row, dtype and option."""
+    return tuple(dict.fromkeys(_variants(capability)))
+
+
+def _variants(capability: int) -> Iterator[Variant]:
     limit = SHARED_LIMIT.get(capability, min(SHARED_LIMIT.values()))
     for dtype in ("float16",) if capability < 80 else ("float16", "bfloat16"):
         for head_dim in FORWARD:
@@ -284,16 +298,16 @@ def variants(capability: int) -> Iterator[Variant]:
                 yield from dict.fromkeys(hopper_forward(one, 16, False) for one in masked)
                 yield hopper_forward(problem, 16, True)
                 yield hopper_forward(problem, 2, False)
-                for access, deterministic in ((16, False), (2, False), (16, True)):
+                if not split(problem):
+                    yield hopper_backward(problem, 16, True)
+                for access in (16, 2):
                     if split(problem):
                         mains = hopper_split_backward(problem, access)
                     else:
-                        mains = (hopper_backward(problem, access, deterministic),)
-                        if not deterministic:
-                            mains += (after_backward(mains[0]),)
+                        mains = (hopper_backward(problem, access, False),)
+                        yield after_backward(mains[0])
                     yield from mains
-                    if not deterministic:
-                        yield before_backward(mains[0], False, access)
+                    yield before_backward(mains[0], False, access)
             for access, deterministic in (*aligned, (16, True)):
                 try:
                     main = backward(problem, access, deterministic, limit, capability)
