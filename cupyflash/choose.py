@@ -32,6 +32,7 @@ from .problem import Problem
 from .spec import (
     BackwardSpec,
     ForwardSpec,
+    HopperBackwardSpec,
     HopperForwardSpec,
     HopperKeysSpec,
     HopperQueriesSpec,
@@ -94,18 +95,38 @@ BACKWARD = {
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 
+# Hopper, head_dim up to: (block_q, groups, stages, key_slots, early). Relative to the fastest of cuDNN 9.19 and
+# FlashAttention-2 to -4, bfloat16, lengths 512 / 1024 / 4096 / 16384, full then causal (128 at 512: split):
+#    64: 1.13 1.09 1.14 1.04, 1.06 1.11 1.14 1.10   128: 1.04 0.99 0.97 0.99, 1.16 0.98 1.03 1.02
+# Tried, in TFLOP/s at lengths 512 / 4096 / 16384, full mask, where the fastest peer has 313 / 449 / 513 at 64 and 336 /
+# 561 / 618 at 128:
+#   the first S of the next keys issued late     64: 312 / 479 / 514 instead of 348 / 510 / 510; 128: 334 / 542 / 611,
+#   (key_slots 1)                                where it is better: with two, 342 / 536 / 569
+#   no turns at the tensor cores                 64: 355 / 503 / 509, 128: 338 / 498 / 529
+#   3 stages                                     64: 298 / 464 / 481, 128: 331 / 534 / 558
+#   dq in a third warpgroup                      64: 260 / 403 / 419
+#   a small dq sum that idle warps convert       64: 174 / 486 / 540, 128: 175 / 469 / 555: at short lengths the blocks
+#   while others add to it                       wait for places in it
+#   dq added by the copy engine                  64: 173 / 353 / 391
+#   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
+#   the first queries
+#   split                                        128: 349 / 455 / 489
+#   deterministic, in the order of the keys      64: 276 / 376 / 384, 128: 270 / 367 / 385, where split is better
+HOPPER_BACKWARD = {64: (128, 2, 2, 2, False), 128: (64, 2, 2, 1, True)}
+SPLIT = 512  # keys up to which two kernels are faster at 128
+
 # Hopper, where the backward is split, head_dim up to: (kept, slots, slots_dout) of the kernel of dk and dv, (slots,
 # slots_v) of that of dq. Relative to the fastest of cuDNN 9.19 and FlashAttention-2 to -4 (192: cuDNN alone), bfloat16,
-# lengths 512 / 1024 / 4096, full then causal, before tiles were in pairs:
-#   192: 1.72 1.73 1.59, 1.69 1.67 1.60   256: 1.46 1.52 1.47, 1.39 1.39 1.28
+# lengths 512 / 1024 / 4096 / 16384, full then causal:
+#   192: 1.71 1.83 1.58 1.83, 1.77 1.75 1.76 1.75   256: 1.42 1.44 1.42 1.58, 1.40 1.41 1.39 1.43
 # Tried at both:
 #   the sum issued before the next scores            0.96 at 512, 0.85 from 4096 on (dk and dv)
 #   all of k and v in shared memory, 2 tiles of q    0.93 to 1.01 (dk and dv)
 #   tiles of q and dout for two blocks of a cluster  0.55 to 0.72 (dk and dv)
 #   one block a tile                                 full 0.86 to 1.00; causal, where nothing was in pairs, 0.83 at 512
 #                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
-HOPPER_KEYS = {192: (3, 3, 3), 256: (2, 3, 2)}
-HOPPER_QUERIES = {192: (2, 2), 256: (2, 1)}
+HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
+HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -210,9 +231,31 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
-def split(problem: Problem) -> bool:
+def split(problem: Problem, deterministic: bool) -> bool:
     """Whether Hopper computes dq in a kernel of its own: its sum in memory would cost more than two more products."""
-    return max(problem.head_dim, problem.head_dim_v) > 128
+    width = max(problem.head_dim, problem.head_dim_v)
+    return width > 128 or width > 64 and (deterministic or problem.seqlen_k <= SPLIT)
+
+
+@functools.lru_cache(maxsize=1024)
+def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Variant:
+    """Return Hopper's main backward kernel of heads up to 128, for arrays that its copy engine can read.
+
+    `access` is that of the gradients alone, which are written in 16, 4 or 2 bytes at once.
+    """
+    access = 16 if access == 16 else min(access, 4)
+    d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
+    dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
+    block_q, groups, stages, key_slots, early = HOPPER_BACKWARD[d]
+    if access < 16:
+        key_slots, early = 1, True  # the narrow stores have no registers for what goes on meanwhile
+    spec = HopperBackwardSpec(d, dv, block_q, groups, stages, key_slots, early, deterministic, access)
+    return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
+
+
+def rotated(problem: Problem, deterministic: bool) -> bool:
+    """Whether the tiles of keys of a head begin with different queries, so that they add to dq at different places."""
+    return not problem.banded and not deterministic
 
 
 @functools.lru_cache(maxsize=1024)
@@ -233,18 +276,23 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
 
 def before_backward(main: Variant, float32_out: bool, access: int) -> Variant:
     """Return the kernel before `main`; `access` is that of dout and out."""
-    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, float32_out, access)
+    packed = isinstance(main.spec, HopperBackwardSpec)
+    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, packed, float32_out, access)
     return Variant("any/around_backward.cuh", "prepare_backward", main.dtype, spec)
 
 
-def around_backward(main: Variant, float32_out: bool) -> tuple[Variant, Variant]:
-    """Return the kernels before and after `main`."""
-    before = before_backward(main, float32_out, main.spec.access)
-    return before, replace(before, template="finish_backward")
+def after_backward(main: Variant) -> Variant:
+    """Return the kernel after `main`, where that left a sum of dq."""
+    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, False, False, main.spec.access)
+    return Variant("any/around_backward.cuh", "finish_backward", main.dtype, spec)
 
 
-def variants(capability: int) -> Iterator[Variant]:
-    """Yield the kernels that devices of `capability` (80, 90, ...) choose: every row, dtype and option."""
+def variants(capability: int) -> tuple[Variant, ...]:
+    """Return the kernels that devices of `capability` (80, 90, ...) choose: every row, dtype and option."""
+    return tuple(dict.fromkeys(_variants(capability)))
+
+
+def _variants(capability: int) -> Iterator[Variant]:
     limit = SHARED_LIMIT.get(capability, min(SHARED_LIMIT.values()))
     for dtype in ("float16",) if capability < 80 else ("float16", "bfloat16"):
         for head_dim in FORWARD:
@@ -259,9 +307,18 @@ def variants(capability: int) -> Iterator[Variant]:
                 yield hopper_forward(problem, 16, True)
                 yield hopper_forward(problem, 2, False)
                 yield hopper_forward(replace(problem, heads_q=3), 16, False)  # packed
-                if split(problem):
-                    yield from hopper_split_backward(problem, 16)
-                    yield from hopper_split_backward(problem, 2)
+                long = replace(problem, seqlen_k=SPLIT + 1)
+                if not split(long, True):
+                    yield hopper_backward(long, 16, True)
+                for access in (16, 2):
+                    mains = ()
+                    if split(problem, True):
+                        mains += hopper_split_backward(problem, access)
+                    if not split(long, False):
+                        mains += (hopper_backward(long, access, False),)
+                        yield after_backward(mains[-1])
+                    yield from mains
+                    yield from dict.fromkeys(before_backward(main, False, access) for main in mains[::2])
             for access, deterministic in (*aligned, (16, True)):
                 try:
                     main = backward(problem, access, deterministic, limit, capability)
@@ -269,4 +326,5 @@ def variants(capability: int) -> Iterator[Variant]:
                     continue
                 yield main
                 if not deterministic:
-                    yield from around_backward(main, False)
+                    yield before_backward(main, False, access)
+                    yield after_backward(main)

@@ -47,19 +47,21 @@ HOPPER_FORWARD_PARAMS = np.dtype(
 _maps = -(-BACKWARD_PARAMS.itemsize // 64) * 64
 HOPPER_BACKWARD_PARAMS = np.dtype(
     {
-        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries"],
-        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER],
+        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries", "rotated"],
+        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER, "i4"],
         "offsets": [
             *(BACKWARD_PARAMS.fields[n][1] for n in BACKWARD_PARAMS.names),
-            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532)),
+            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532, 552)),
         ],
         "itemsize": _maps + 576,
     }
 )
+HOPPER_POINTERS = (*BACKWARD_PARAMS.names[:-1], "q_map", "k_map", "v_map", "dout_map")
 
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
+STATISTIC_TILE = 128  # kStatisticTile
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}
@@ -149,8 +151,8 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, determ
     plan = _plans.get(key)
     if plan is None:
         plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, deterministic))
-    sum_size, turns = plan.workspace
-    delta = cupy.empty(problem.batch * problem.heads_q * problem.seqlen_q, np.float32)
+    statistics, sum_size, turns = plan.workspace
+    delta = cupy.empty(statistics, np.float32)
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
     turn = cupy.zeros(turns, np.uint32) if turns else None
     keep_for_graph(delta, dq_sum, turn)
@@ -305,32 +307,99 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
-    split = path == "sm90" and choose.split(problem)
-    plan = _plan_split_backward(device, problem, arrays, lse, dlse) if split else None
+    plan = None
+    if path == "sm90":
+        if choose.split(problem, deterministic):
+            plan = _plan_split_backward(device, problem, arrays, lse, dlse)
+        else:
+            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, deterministic)
     return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, deterministic)
 
 
 def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
-    before, after = choose.around_backward(main, out.dtype == np.float32)
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
-    query_bytes = problem.group * problem.seqlen_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
-    section = min(pairs_k, max(1, L2_SHARE // query_bytes))
-    row_blocks = _blocks(pairs_q, -(-problem.seqlen_q // 16))
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
-
     params = np.zeros(1, BACKWARD_PARAMS)
     _fill_backward(params, problem, arrays, lse, dlse)
-    params["sizes"] = _sizes(problem, section)
+    params["sizes"] = _sizes(problem, _backward_section(problem))
     launches = (
-        Launch.of(before, row_blocks, before.spec.threads),
+        _launch_before(problem, choose.before_backward(main, out.dtype == np.float32, access)),
         Launch.of(main, blocks, spec.threads),
-        Launch.of(after, row_blocks, after.spec.threads),
+        _launch_after(problem, choose.after_backward(main)),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
-    return Plan.of(launches, params, BACKWARD_PARAMS.names[:-1], (row_blocks * 16 * spec.head_dim, turns))
+    workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns)
+    return Plan.of(launches, params, BACKWARD_PARAMS.names[:-1], workspace)
+
+
+def _backward_section(problem: Problem) -> int:
+    query_bytes = problem.group * problem.seqlen_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
+    return min(problem.batch * problem.heads_k, max(1, L2_SHARE // query_bytes))
+
+
+def _dq_sum_size(problem: Problem, spec) -> int:
+    return problem.batch * problem.heads_q * -(-problem.seqlen_q // 16) * 16 * spec.head_dim
+
+
+def _launch_before(problem: Problem, before: Variant) -> Launch:
+    """A block computes 16 rows of some neighbouring heads."""
+    rows = _statistic_rows(problem) if before.spec.packed else problem.seqlen_q
+    blocks = _blocks(problem.batch * -(-problem.heads_q // before.spec.heads), -(-rows // 16))
+    return Launch.of(before, blocks, before.spec.threads)
+
+
+def _launch_after(problem: Problem, after: Variant) -> Launch:
+    """A warp converts 16 rows of some columns of one head."""
+    parts = after.spec.head_dim // after.spec.finished_cols
+    warps = problem.batch * problem.heads_q * -(-problem.seqlen_q // 16) * parts
+    return Launch.of(after, _blocks(-(-warps // after.spec.warps), 1), after.spec.threads)
+
+
+def _statistic_rows(problem: Problem) -> int:
+    """Rows of a head whose lse and delta are packed."""
+    return -(-problem.seqlen_q // STATISTIC_TILE) * STATISTIC_TILE
+
+
+def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan | None:
+    """Return None where the copy engine does not read the layout of q, k, v or dout."""
+    *copied, out, dq, dk, dv = arrays
+    if not all(map(tensor_map.possible, copied)):
+        return None
+    main = choose.hopper_backward(problem, _access(problem, (dq, dk, dv)), deterministic)
+    before = choose.before_backward(main, out.dtype == np.float32, _access(problem, (copied[-1], out)))
+    spec = main.spec
+    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    rows = (spec.block_q, spec.block_k, spec.block_k, spec.block_q)
+    if not _fill_maps(params, problem, copied, rows):
+        return None
+    pairs_q, tiles = problem.batch * problem.heads_q, -(-problem.seqlen_k // spec.block_k)
+    most = _attribute(device, "MultiProcessorCount")
+    # Deterministic blocks take one tile after the other; they must not pair those that others wait for.
+    params["keys"], runs = _order(problem, problem.heads_k, tiles, MAX_BLOCKS if deterministic else most)
+    params["rotated"] = choose.rotated(problem, deterministic)
+    params["sizes"] = _sizes(problem, _backward_section(problem))
+    _fill_backward(params, problem, arrays, lse, dlse)
+    launches = (
+        _launch_before(problem, before),
+        Launch.of(main, min(most, runs), spec.threads),
+        _launch_after(problem, choose.after_backward(main)),
+    )
+    sum_size = _dq_sum_size(problem, spec)
+    turns = 1 + sum_size // (16 * 64) if deterministic else 0  # a warp adds to 16 x 64 of dq
+    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * 2 * _statistic_rows(problem), sum_size, turns))
+
+
+def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[int, ...]) -> bool:
+    """Whether the driver makes maps of q, k, v and dout, with boxes of so many rows."""
+    for name, x, count in zip(("q_map", "k_map", "v_map", "dout_map"), copied, rows):
+        words = tensor_map.encode(x, problem.dtype, count)
+        if words is None:
+            return False
+        params[name] = words
+    return True
 
 
 def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse) -> Plan | None:
@@ -342,11 +411,8 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     if not all(map(tensor_map.possible, copied)):
         return None
     params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
-    for name, x in zip(("q_map", "k_map", "v_map", "dout_map"), copied):
-        words = tensor_map.encode(x, problem.dtype, 64)
-        if words is None:
-            return None
-        params[name] = words
+    if not _fill_maps(params, problem, copied, (64, 64, 64, 64)):
+        return None
     keys, queries = choose.hopper_split_backward(problem, _access(problem, (dq, dk, dv)))
     before = choose.before_backward(keys, out.dtype == np.float32, _access(problem, (copied[-1], out)))
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
@@ -359,12 +425,11 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     params["sizes"] = _sizes(problem, section)
     _fill_backward(params, problem, arrays, lse, dlse)
     launches = (
-        Launch.of(before, _blocks(pairs_q, -(-problem.seqlen_q // 16)), before.spec.threads),
+        _launch_before(problem, before),
         Launch.of(keys, min(most, runs_k), keys.spec.threads),
         Launch.of(queries, min(most, runs_q), queries.spec.threads),
     )
-    names = (*BACKWARD_PARAMS.names[:-1], "q_map", "k_map", "v_map", "dout_map")
-    return Plan.of(launches, params, names, (0, 0))
+    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
 
 
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse) -> None:

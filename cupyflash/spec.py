@@ -118,12 +118,18 @@ class HopperBackwardSpec(Spec):
     head_dim: int
     head_dim_v: int
     block_q: int
-    block_k: int
     groups: int
     stages: int
+    key_slots: int
+    early: bool
+    deterministic: bool
     access: int
 
     blocks_per_sm = 1
+
+    @property
+    def block_k(self) -> int:
+        return 64 * self.groups
 
     @property
     def threads(self) -> int:
@@ -131,10 +137,10 @@ class HopperBackwardSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        width = self.head_dim + self.head_dim_v
-        scores = 2 * 2 * self.block_q * self.block_k
-        statistics = 2 * 4 * self.stages * self.block_q
-        return 2 * (self.block_k + self.stages * self.block_q) * width + scores + statistics + 1024
+        width = sum(-(-n // 64) * 64 for n in (self.head_dim, self.head_dim_v))
+        scores, statistics = 2 * self.block_k * self.block_q, 8 * self.stages * self.block_q
+        tiles = 2 * ((self.key_slots * self.block_k + self.stages * self.block_q) * width + scores)
+        return tiles + statistics + 1024
 
 
 @dataclass(frozen=True)
@@ -182,10 +188,21 @@ class PrepareSpec(Spec):
 
     head_dim: int
     head_dim_v: int
+    packed: bool
     float32_out: bool
     access: int
 
     warps = 8
+
+    @property
+    def heads(self) -> int:
+        """Neighbouring heads of a block before the backward, with 16 rows each."""
+        return 8 if self.head_dim_v <= 64 else 4 if self.head_dim_v <= 128 else 2
+
+    @property
+    def finished_cols(self) -> int:
+        """Columns of a warp after it, with 16 rows."""
+        return 64 if self.head_dim % 64 == 0 else 32
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,18 @@ def is_valid_on_hopper(spec):
     if isinstance(spec, SPLIT):
         assert {spec.head_dim % 64, spec.head_dim_v % 64} == {0} and spec.threads == 384
         return {64, spec.head_dim, spec.head_dim_v} <= wgmma_widths()
+    if isinstance(spec, choose.HopperBackwardSpec):
+        return is_valid_hopper_backward(spec)
     return is_valid_hopper_forward(spec)
+
+
+def is_valid_hopper_backward(spec):
+    """The groups share dq: 64 queries each, or 64 columns. The kernel keeps four jobs, see kJobs."""
+    assert spec.threads == 128 * (spec.groups + 1) and spec.block_k == 64 * spec.groups and spec.groups == 2
+    assert spec.key_slots in (1, 2) and spec.stages + (2 if spec.deterministic else 1) <= 4
+    assert (spec.block_q, spec.head_dim) in ((64 * spec.groups, 64), (64, 64 * spec.groups))
+    assert 128 % spec.block_q == 0, "lse and delta are packed in tiles of 128 rows"
+    return {spec.block_q, 64, spec.head_dim, spec.head_dim_v} <= wgmma_widths()
 
 
 def is_valid_hopper_forward(spec):
@@ -57,7 +68,7 @@ def is_valid_hopper_forward(spec):
 
 def is_valid(spec):
     """Whether the tiles can be cut as the kernels cut them: every piece is a whole number of 16 x 16 blocks."""
-    if isinstance(spec, (choose.HopperForwardSpec, *SPLIT)):
+    if isinstance(spec, (choose.HopperForwardSpec, choose.HopperBackwardSpec, *SPLIT)):
         return is_valid_on_hopper(spec)
     assert spec.stages in (1, 2) and spec.access in (2, 4, 8, 16)
     assert 32 * spec.warps == spec.threads <= 1024
@@ -87,6 +98,8 @@ def fits(spec, limit):
     static = STATIC if getattr(spec, "deterministic", False) else 0
     if isinstance(spec, choose.HopperForwardSpec):
         static = 8 * spec.teams * (2 * spec.slots + 3 * spec.q_slots)  # the barriers
+    if isinstance(spec, choose.HopperBackwardSpec):
+        static = 8 * 4 * (spec.key_slots + spec.stages + 1) + 4 * 20 + 12 * spec.key_slots  # and jobs, and key tiles
     if isinstance(spec, choose.HopperKeysSpec):
         static = 8 * (4 + 2 * (spec.slots + spec.slots_dout) + 16)
     if isinstance(spec, choose.HopperQueriesSpec):
@@ -192,12 +205,31 @@ def test_order(banded, tiles, places, runs, paired):
         launch._order(one, 1 << 20, 1 << 11, 1 << 30)
 
 
+def test_hopper_backward():
+    dims = (*range(1, 129, 7), 64, 65, 128)
+    for d, dv, deterministic in product(dims, dims, (False, True)):
+        for access, stored in ((16, 16), (8, 4), (4, 4), (2, 2)):
+            spec = choose.hopper_backward(problem(d, dv), access, deterministic).spec
+            assert is_valid(spec) and fits(spec, HOPPER_LIMIT), spec
+            assert (spec.access, spec.deterministic) == (stored, deterministic)
+            assert spec.head_dim == (64 if max(d, dv) <= 64 else 128) and d <= spec.head_dim and dv <= spec.head_dim_v
+
+
+def test_which_tiles_of_keys_begin_elsewhere():
+    """With a mask they do anyway; where the order of the sums is fixed, they wait for each other."""
+    full, causal = problem(64), replace(problem(64), right=0)
+    assert [choose.rotated(one, d) for one in (full, causal) for d in (False, True)] == [True, False, False, False]
+
+
 def test_split_backward():
-    assert [d for d in range(1, 257) if choose.split(problem(d))] == list(range(129, 257))
-    assert choose.split(problem(64, 129)) and choose.split(problem(129, 64))
+    for seqlen_k, deterministic, least in ((512, False, 65), (513, False, 129), (512, True, 65), (1 << 20, True, 65)):
+        taken = [choose.split(replace(problem(d), seqlen_k=seqlen_k), deterministic) for d in range(1, 257)]
+        assert taken == [d >= least for d in range(1, 257)]
+        mixed = replace(problem(1, least), seqlen_k=seqlen_k), replace(problem(least, 1), seqlen_k=seqlen_k)
+        assert all(choose.split(one, deterministic) for one in mixed)
     dims = (1, 64, 65, 128, 129, 160, 192, 193, 255, 256)
     for d, dv in product(dims, dims):
-        if choose.split(problem(d, dv)):
+        if choose.split(problem(d, dv), True):
             for access, stored in ((16, 16), (8, 4), (4, 4), (2, 2)):
                 for variant in choose.hopper_split_backward(problem(d, dv), access):
                     spec = variant.spec
@@ -265,6 +297,12 @@ def test_shared_bytes():
     spec = hopper(64, mask="banded, short").spec
     assert (spec.teams, spec.groups, spec.block_k, spec.q_slots, spec.slots) == (2, 2, 64, 4, 4)
     assert spec.shared_bytes == 1024 + 2 * 2 * 64 * (4 * 64 + 4 * 64)
+    spec = choose.hopper_backward(problem(100, 70), 16, False).spec
+    assert (spec.block_q, spec.block_k, spec.stages, spec.key_slots) == (64, 128, 2, 1)
+    assert spec.shared_bytes == 1024 + 2 * (128 + 2 * 64) * (128 + 128) + 2 * 2 * 128 * 64 + 2 * 8 * 64
+    spec = choose.hopper_backward(problem(64), 16, False).spec
+    assert (spec.block_q, spec.block_k, spec.stages, spec.key_slots) == (128, 128, 2, 2)
+    assert spec.shared_bytes == 1024 + 2 * (2 * 128 + 2 * 128) * (64 + 64) + 2 * 2 * 128 * 128 + 2 * 8 * 128
     spec = choose.backward(problem(128, 64), 16, False, 232448).spec
     assert (spec.block_q, spec.block_k, spec.stages, spec.p_in_registers) == (64, 128, 2, False)
     keys_and_queries = 2 * (128 * 192 + 2 * 64 * 192)
@@ -278,13 +316,16 @@ def test_padded_head_dim(head_dim, padded):
     assert (spec.head_dim, spec.head_dim_v) == (padded, 48)
     main = choose.backward(problem(head_dim, 40), 16, False, 232448)
     assert head_dim <= main.spec.head_dim < head_dim + 64 and 40 <= main.spec.head_dim_v < 40 + 64
-    for around in choose.around_backward(main, True):  # they write and read the same sum
+    before, after = choose.before_backward(main, True, 8), choose.after_backward(main)
+    for around in (before, after):  # they write and read the same sum
         assert (around.spec.head_dim, around.spec.head_dim_v) == (main.spec.head_dim, main.spec.head_dim_v)
-        assert around.dtype == main.dtype and around.spec.float32_out
+        assert around.dtype == main.dtype and not around.spec.packed
+    assert (before.spec.float32_out, before.spec.access, after.spec.access) == (True, 8, 16)
 
 
 def test_no_array_no_shared_memory():
-    for around in choose.around_backward(choose.backward(problem(64), 16, False, 232448), False):
+    main = choose.backward(problem(64), 16, False, 232448)
+    for around in (choose.before_backward(main, False, 16), choose.after_backward(main)):
         assert around.spec.shared_bytes == 0 and around.spec.threads == 256
 
 
@@ -324,6 +365,13 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             ),
         ),
         (
+            choose.hopper_backward(problem(40, 72), 8, True),
+            "sm90/backward.cuh",
+            "cupyflash::hopper_backward<cupyflash::bfloat16, cupyflash::HopperBackwardSpec{.head_dim=128, "
+            ".head_dim_v=96, .block_q=64, .groups=2, .stages=2, .key_slots=1, .early=true, "
+            ".deterministic=true, .access=4}>",
+        ),
+        (
             choose.hopper_split_backward(problem(192, 128), 16)[0],
             "sm90/backward_keys.cuh",
             "cupyflash::hopper_keys<cupyflash::bfloat16, cupyflash::HopperKeysSpec{.head_dim=192, .head_dim_v=128, "
@@ -354,10 +402,10 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             ),
         ),
         (
-            choose.around_backward(choose.backward(problem(64), 4, False, 232448), True)[1],
+            choose.before_backward(choose.hopper_backward(problem(64), 4, False), True, 2),
             "any/around_backward.cuh",
-            "cupyflash::finish_backward<cupyflash::bfloat16, cupyflash::PrepareSpec"
-            "{.head_dim=64, .head_dim_v=64, .float32_out=true, .access=4}>",
+            "cupyflash::prepare_backward<cupyflash::bfloat16, cupyflash::PrepareSpec"
+            "{.head_dim=64, .head_dim_v=64, .packed=true, .float32_out=true, .access=2}>",
         ),
     ],
     ids=lambda value: value.template if hasattr(value, "template") else "",
@@ -419,7 +467,7 @@ def test_variants(capability):
         {"bfloat16"} if capability < 80 else set()
     )
     templates = {"forward", "backward", "prepare_backward", "finish_backward"}
-    on_hopper = {"hopper_forward", "hopper_keys", "hopper_queries"}
+    on_hopper = {"hopper_forward", "hopper_backward", "hopper_keys", "hopper_queries"}
     assert {variant.template for variant in variants} == templates | (on_hopper if capability == 90 else set())
     assert len(set(variants)) == len(variants)
     for variant in variants:

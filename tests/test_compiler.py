@@ -24,7 +24,7 @@ KERNELS = compiler.kernel_dir()
 HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
 TOP_HEADERS = (
     *("any/around_backward.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
-    *("sm90/forward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
+    *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
 )
 LIMIT = 232448
 
@@ -42,6 +42,11 @@ def backward(head_dim=64, head_dim_v=None, dtype="float16", access=16, determini
 def hopper_forward(head_dim=64, head_dim_v=None, dtype="float16", access=16, float32_out=False, right=None, group=1):
     problem = Problem(dtype, 1, 1, 1, group, 1, head_dim, head_dim_v or head_dim, 1.0, right=right)
     return choose.hopper_forward(problem, access, float32_out)
+
+
+def hopper_backward(head_dim=64, head_dim_v=None, dtype="float16", access=16, deterministic=False):
+    problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v or head_dim, 1.0)
+    return choose.hopper_backward(problem, access, deterministic)
 
 
 def split_backward(head_dim=256, head_dim_v=None, dtype="float16", access=16):
@@ -110,7 +115,7 @@ def test_source_is_self_contained(header):
 
 def test_every_header_is_used():
     used = {part for header in TOP_HEADERS for part in re.findall(r'#line 1 "(.+)"', compiler.source(header))}
-    assert used | {"sm90/backward.cuh"} == set(HEADERS)  # a draft
+    assert used == set(HEADERS)
 
 
 @pytest.mark.parametrize("header", TOP_HEADERS)
@@ -232,6 +237,7 @@ def test_struct_twins(launch):
             lines.append(f"static_assert(sizeof(cupyflash::{name}) == {dtype.itemsize});")
     compile_twins(lines)
     lines = same_struct("HopperBackwardParams", launch.HOPPER_BACKWARD_PARAMS, nested, derived=True)
+    lines.append(f"static_assert(cupyflash::kStatisticTile == {launch.STATISTIC_TILE});")
     compile_twins(lines, "sm90/backward_params.cuh")
     for name in launch.BACKWARD_PARAMS.names:  # the kernels before and after take the first part as theirs
         assert launch.HOPPER_BACKWARD_PARAMS.fields[name] == launch.BACKWARD_PARAMS.fields[name]
@@ -285,7 +291,7 @@ def test_a_wrong_struct_twin_is_seen(launch, wrong):
 
 SPECS = (
     *(spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec),
-    *(spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec),
+    *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec),
 )
 
 
@@ -367,6 +373,9 @@ def group_products(variant):
     s = variant.spec
     if variant.template == "hopper_forward":
         return 2 * (s.head_dim // 16), 2 * (s.block_k // 16)
+    if variant.template == "hopper_backward":  # S and dP twice, and dq
+        width, keys = 2 * s.head_dim + 2 * s.head_dim_v, s.block_k
+        return (width + 2 * keys) // 16, 2 * (s.block_q // 16)
     if variant.template == "hopper_queries":
         return 2 * (s.head_dim + s.head_dim_v) // 16, 2 * (64 // 16)
     if variant.template == "hopper_keys":
@@ -387,6 +396,11 @@ def some_variants(capability):
         hopper_forward(40, 96, dtype=other, access=2),
         hopper_forward(192, 128, dtype=other),
         hopper_forward(256, dtype=dtype, float32_out=True),
+        hopper_backward(64, dtype=dtype),
+        hopper_backward(128, dtype=dtype),
+        hopper_backward(128, 80, dtype=other, access=2),
+        hopper_backward(64, dtype=other, deterministic=True),
+        hopper_backward(128, dtype=other, deterministic=True),
         *split_backward(256, dtype=dtype),
         *split_backward(192, 128, dtype=other, access=2),
         split_backward(64, 256, dtype=dtype)[0],
@@ -401,7 +415,9 @@ def some_variants(capability):
         main,
         backward(64, dtype=other, deterministic=True, access=4, limit=limit),
         backward(192, 64, dtype=other, access=8, limit=limit),
-        *choose.around_backward(main, True),
+        choose.before_backward(main, True, 16),
+        choose.before_backward(backward(37, dtype=other, access=2, limit=limit), False, 2),
+        choose.after_backward(main),
         *(on_hopper if capability == 90 else ()),
     ]
 
@@ -442,9 +458,10 @@ def test_serialised_products_are_seen(kernels):
 
 def test_options_of_a_kernel():
     """Machine code of Hopper's own instructions runs on Hopper alone."""
-    for variant in (hopper_forward(), *split_backward()):
+    for variant in (hopper_forward(), hopper_backward(), *split_backward()):
         assert compiler.options(variant) == ("-std=c++20", "-arch=sm_90a")
-    for variant in (forward(), backward(), *choose.around_backward(backward(), True)):
+    before, after = choose.before_backward(hopper_backward(), True, 16), choose.after_backward(backward())
+    for variant in (forward(), backward(), before, after):
         assert compiler.options(variant) == ("-std=c++20",)
 
 
@@ -522,7 +539,7 @@ import cupy
 from cupyflash import choose, compiler
 from cupyflash.problem import Problem
 main = choose.backward(Problem("float16", 1, 1, 1, 1, 1, 64, 64, 1.0), 16, False, 65536)
-compiler.kernel(choose.around_backward(main, False)[0], 0)
+compiler.kernel(choose.before_backward(main, False, 16), 0)
 print(cupy.cuda.Device().compute_capability)
 """
 

@@ -176,11 +176,6 @@ def paths_of_a_call(monkeypatch):
     return run
 
 
-def backward_path(path, *head_dims):
-    """The path of the backward where the forward takes `path`."""
-    return path if max(head_dims) > 128 else "sm80"
-
-
 BFLOAT16 = tools.Backend("cuda", "bfloat16", "sm90")
 ALIGNED = ("contiguous", "heads first", "sequence first", "padded")  # rows, and with them every stride
 
@@ -198,7 +193,7 @@ def test_layouts_that_take_the_portable_path(paths_of_a_call, head_dim, layout):
         results, paths = paths_of_a_call("sm90", *arrays)
         copied = not tools.rows_are_contiguous(arrays[which])
         path = "sm90" if layout in ALIGNED or copied else "sm80"
-        assert paths == ["sm90" if which == 3 else path, backward_path(path, head_dim)], ("q", "k", "v", "dout")[which]
+        assert paths == ["sm90" if which == 3 else path, path], ("q", "k", "v", "dout")[which]
         for name, result in results.items():
             tools.assert_close(name, BFLOAT16.host(result), *right[name])
 
@@ -211,7 +206,7 @@ def test_every_scale_takes_the_path(paths_of_a_call, scale, head_dim):
     x = tools.inputs(BFLOAT16, 70, 65, head_dim=head_dim)
     right = tools.expectation(BFLOAT16, *x.qkv, x.dout, scale=scale)
     results, paths = paths_of_a_call("sm90", *x.qkv, x.dout, scale=scale)
-    assert paths == ["sm90", backward_path("sm90", head_dim)]
+    assert paths == ["sm90", "sm90"]
     for name, result in results.items():
         tools.assert_close(name, BFLOAT16.host(result), *right[name])
 
@@ -233,6 +228,8 @@ SHAPES = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
     "8": (65, 129, 2, 1, 8, 8),
     "many tiles": (400, 450, 120, 120, 64, 64),  # far more than multiprocessors: blocks go on to others
     "many tiles of 128": (500, 500, 60, 60, 128, 128),
+    "many tiles of 128, beyond choose.SPLIT": (650, 700, 40, 20, 128, 128),
+    "96, beyond choose.SPLIT": (203, 601, 4, 2, 96, 72),
     "many tiles of 256": (300, 333, 50, 50, 256, 256),
     "packed, 3 heads": (7, 300, 6, 2, 128, 128),
     "packed, 5 heads": (30, 65, 10, 2, 64, 64),
@@ -263,14 +260,28 @@ def test_both_paths_agree(paths_of_a_call, shape, mask, dtype):
     backend = tools.Backend("cuda", dtype, "sm90")
     seqlen_q, seqlen_k, heads_q, heads_k, *head_dims = SHAPES[shape]
     x = tools.inputs(backend, seqlen_q, seqlen_k, heads_q, heads_k, *head_dims)
-    dout = x.dout if backward_path("sm90", *head_dims) == "sm90" else None
-    right = tools.expectation(backend, *x.qkv, dout, **MASKS[mask])
+    right = tools.expectation(backend, *x.qkv, x.dout, **MASKS[mask])
     results = {}
     for path in ("sm80", "sm90"):
-        results[path], taken = paths_of_a_call(path, *x.qkv, dout, **MASKS[mask])
+        results[path], taken = paths_of_a_call(path, *x.qkv, x.dout, **MASKS[mask])
         assert set(taken) == {path}
     for name, one in results["sm80"].items():
         tools.assert_close(name, backend.host(results["sm90"][name]), backend.host(one), right[name][1])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_deterministic_on_hopper(paths_of_a_call, shape, mask):
+    """Blocks wait for each other, also where the tiles of keys are more than the multiprocessors."""
+    seqlen_q, seqlen_k, heads_q, heads_k, *head_dims = SHAPES[shape]
+    x = tools.inputs(BFLOAT16, seqlen_q, seqlen_k, heads_q, heads_k, *head_dims)
+    right = tools.expectation(BFLOAT16, *x.qkv, x.dout, **MASKS[mask])
+    (one, taken), (other, _) = (paths_of_a_call("sm90", *x.qkv, x.dout, True, **MASKS[mask]) for _ in range(2))
+    assert set(taken) == {"sm90"} and all(tools.same_bits(one[name], other[name]) for name in one)
+    for name, result in one.items():
+        tools.assert_close(name, BFLOAT16.host(result), *right[name])
 
 
 @pytest.mark.gpu

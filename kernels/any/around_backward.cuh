@@ -3,44 +3,11 @@
 #pragma once
 
 #include "any/ptx.cuh"
-#include "core/fragment.cuh"
+#include "core/epilogue.cuh"
 #include "core/params.cuh"
 #include "core/spec.cuh"
 
 namespace cupyflash {
-
-template <class T, PrepareSpec kSpec>
-struct Elements {  // kCount neighbouring elements of T or float, as wide loads as the alignment allows
-  static constexpr int kCount = 8;
-
-  template <class Item>
-  __device__ __forceinline__ static void load(float (&x)[kCount], const Item* source, int count) {
-    if constexpr (kSpec.access == 16) {
-      constexpr int kVectors = sizeof(Item) * kCount / 16;
-      uint4 packed[kVectors];
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) packed[i] = reinterpret_cast<const uint4*>(source)[i];
-      if constexpr (sizeof(Item) == 4) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) x[i] = reinterpret_cast<const float*>(packed)[i];
-      } else {
-#pragma unroll
-        for (int i = 0; i < kCount / 2; ++i) {
-          const float2 pair = T::unpack(reinterpret_cast<const uint32*>(packed)[i]);
-          x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if constexpr (sizeof(Item) == 4)
-          x[i] = i < count ? source[i] : 0.f;
-        else
-          x[i] = i < count ? T::unpack(source[i].bits).x : 0.f;
-      }
-    }
-  }
-};
 
 template <bool kFloat, class T>
 struct Choose {
@@ -51,71 +18,131 @@ struct Choose<true, T> {
   using Type = float;
 };
 
-// One block: 16 rows of one head.
-template <class T, PrepareSpec kSpec>
-__global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ BackwardParams p) {
-  using Out = typename Choose<kSpec.float32_out, T>::Type;
-  const Sizes& s = p.sizes;
-  const int q_blocks = (s.seqlen_q + 15) / 16;
-  const int64 index = blockIdx.x, pair = index / q_blocks;
-  const int block = index % q_blocks, batch = pair / s.heads_q, head = pair % s.heads_q;
+// Eight neighbouring elements of Item (T or float), as they were read: by 16 bytes where the alignment allows it.
+template <class T, class Item, int kAccess>
+struct Elements {
+  static constexpr int kWords = 2 * sizeof(Item);
+  uint32 words[kWords];
 
-  if (p.dq_sum != nullptr) {
-    float4* sum = reinterpret_cast<float4*>(p.dq_sum + index * (16 * kSpec.head_dim));
-    for (int i = threadIdx.x; i < 4 * kSpec.head_dim; i += blockDim.x) sum[i] = {0.f, 0.f, 0.f, 0.f};
-  }
-
-  const int row = block * 16 + threadIdx.x / 16, lane = threadIdx.x % 16;
-  const bool exists = row < s.seqlen_q;
-  const T* dout = static_cast<const T*>(p.dout.data) + batch * p.dout.batch + head * p.dout.head + row * p.dout.row;
-  const Out* out = static_cast<const Out*>(p.out.data) + batch * p.out.batch + head * p.out.head + row * p.out.row;
-  float delta = 0.f;
+  __device__ __forceinline__ void load(const Item* source, int count) {
 #pragma unroll
-  for (int i = 0; i < (kSpec.head_dim_v + 127) / 128; ++i) {
-    const int col = 8 * (lane + 16 * i), count = exists ? s.head_dim_v - col : 0;
-    if (count <= 0) continue;
-    float x[8], y[8];
-    Elements<T, kSpec>::load(x, dout + col, count);
-    Elements<T, kSpec>::load(y, out + col, count);
+    for (int i = 0; i < kWords; ++i) words[i] = 0;
+    if constexpr (kAccess == 16) {
+      if (count <= 0) return;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) delta = fmaf(x[e], y[e], delta);
-  }
+      for (int i = 0; i < kWords / 4; ++i)
+        *reinterpret_cast<uint4*>(words + 4 * i) = reinterpret_cast<const uint4*>(source)[i];
+    } else {
 #pragma unroll
-  for (int step = 8; step > 0; step /= 2) delta += __shfl_xor_sync(kFullWarp, delta, step);
-  if (!exists || lane > 0) return;
-  if (p.dlse.data != nullptr) delta -= p.dlse.at(batch, head)[row * p.dlse.row];
-  // A row without keys has no gradient, whatever dout and dlse hold: P is 0 there, and 0 * inf would not be.
-  if (p.lse.at(batch, head)[row * p.lse.row] == -kInfinity) delta = 0.f;
-  p.delta.at(batch, head)[row * p.delta.row] = delta;
-}
-
-// One block: 16 rows of one head; each warp takes every eighth block of eight columns.
-template <class T, PrepareSpec kSpec>
-__global__ void __launch_bounds__(256) finish_backward(const __grid_constant__ BackwardParams p) {
-  const Sizes& s = p.sizes;
-  const int q_blocks = (s.seqlen_q + 15) / 16;
-  const int64 index = blockIdx.x, pair = index / q_blocks;
-  const int block = index % q_blocks, batch = pair / s.heads_q, head = pair % s.heads_q;
-
-  T* dq = static_cast<T*>(p.dq.data) + batch * p.dq.batch + head * p.dq.head;
-  const float4* sum = reinterpret_cast<const float4*>(p.dq_sum) + index * (4 * kSpec.head_dim);
-  for (int i = threadIdx.x; i < 4 * kSpec.head_dim; i += blockDim.x) {
-    const float4 x = sum[i];
-    const int col = i / 32 * 8 + Accumulator<8>::col();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = block * 16 + Accumulator<8>::row(half);
-      if (row >= s.seqlen_q || col >= s.head_dim) continue;
-      const uint32 packed = T::pack(s.scale * (half ? x.z : x.x), s.scale * (half ? x.w : x.y));
-      T* target = dq + row * p.dq.row + col;
-      if constexpr (kSpec.access >= 4) {
-        *reinterpret_cast<uint32*>(target) = packed;
-      } else {
-        target[0].bits = packed;
-        if (col + 1 < s.head_dim) target[1].bits = packed >> 16;
+      for (int i = 0; i < 8; ++i) {
+        if (i >= count) continue;
+        if constexpr (sizeof(Item) == 4)
+          words[i] = __float_as_uint(source[i]);
+        else
+          words[i / 2] |= uint32(source[i].bits) << i % 2 * 16;
       }
     }
   }
+  __device__ __forceinline__ float2 pair(int i) const {
+    if constexpr (sizeof(Item) == 4) return {__uint_as_float(words[2 * i]), __uint_as_float(words[2 * i + 1])};
+    return T::unpack(words[i]);
+  }
+};
+
+// One block: 16 rows of some neighbouring heads. All loads are on their way before the first is used.
+template <class T, PrepareSpec kSpec>
+__global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ BackwardParams p) {
+  using Out = typename Choose<kSpec.float32_out, T>::Type;
+  constexpr int kLanes = kSpec.lanes(), kHeads = kSpec.heads(), kSteps = 4;  // 4 rows at a time
+  __shared__ float deltas[kHeads][16];
+  const Sizes& s = p.sizes;
+  const int row_blocks = (kSpec.packed ? statistic_rows(s.seqlen_q) : s.seqlen_q + 15) / 16;
+  const int head_groups = (s.heads_q + kHeads - 1) / kHeads;
+  const uint32 index = gridDim.x - 1 - blockIdx.x;  // what the next kernel begins with is touched last
+  const int first_head = index % head_groups * kHeads;
+  const int first_row = index / head_groups % row_blocks * 16, batch = index / head_groups / row_blocks;
+
+  const int lane = threadIdx.x % kLanes, place = threadIdx.x / kLanes % kHeads, in_row = threadIdx.x / 64;
+  const int head = first_head + place, col = 8 * lane;
+  const T* dout = static_cast<const T*>(p.dout.data) + batch * p.dout.batch + head * p.dout.head + col;
+  const Out* out = static_cast<const Out*>(p.out.data) + batch * p.out.batch + head * p.out.head + col;
+  Elements<T, T, kSpec.access> x[kSteps];
+  Elements<T, Out, kSpec.access> y[kSteps];
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    const int row = first_row + in_row + 4 * i, count = head < s.heads_q && row < s.seqlen_q ? s.head_dim_v - col : 0;
+    x[i].load(dout + row * p.dout.row, count);
+    y[i].load(out + row * p.out.row, count);
+  }
+  // Of these threads, one for each row and head.
+  const int its_head = first_head + threadIdx.x / 16, its_row = first_row + threadIdx.x % 16;
+  const bool mine = threadIdx.x < 16 * kHeads && its_head < s.heads_q;
+  float lse = -kInfinity, dlse = 0.f;
+  if (mine && its_row < s.seqlen_q) {
+    lse = p.lse.at(batch, its_head)[its_row * p.lse.row];
+    if (p.dlse.data != nullptr) dlse = p.dlse.at(batch, its_head)[its_row * p.dlse.row];
+  }
+
+  const int q_blocks = (s.seqlen_q + 15) / 16;
+  if (p.dq_sum != nullptr && first_row / 16 < q_blocks) {
+    constexpr int kBlock = 4 * kSpec.head_dim;  // of 16 bytes
+#pragma unroll
+    for (int first = 0; first < kHeads * kBlock; first += 256) {
+      const int i = first + threadIdx.x;
+      const int64 pair = int64(batch) * s.heads_q + first_head + i / kBlock;
+      if (i < kHeads * kBlock && first_head + i / kBlock < s.heads_q)
+        reinterpret_cast<float4*>(p.dq_sum)[(pair * q_blocks + first_row / 16) * kBlock + i % kBlock] = {};
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < kSteps; ++i) {
+    float delta = 0.f;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float2 a = x[i].pair(e), b = y[i].pair(e);
+      delta = fmaf(a.x, b.x, fmaf(a.y, b.y, delta));
+    }
+#pragma unroll
+    for (int step = kLanes / 2; step > 0; step /= 2) delta += __shfl_xor_sync(kFullWarp, delta, step);
+    if (lane == 0) deltas[place][in_row + 4 * i] = delta;
+  }
+  __syncthreads();
+  if (!mine) return;
+  // A row without keys has no gradient, whatever dout and dlse hold: P is 0 there, and 0 * inf would not be.
+  const float delta = lse == -kInfinity ? 0.f : deltas[threadIdx.x / 16][threadIdx.x % 16] - dlse;
+  if constexpr (kSpec.packed) {
+    const int64 first = (int64(batch) * s.heads_q + its_head) * statistic_rows(s.seqlen_q) * 2;
+    float* const target = p.delta.data + first + statistic_of(its_row);
+    target[0] = lse == -kInfinity ? kInfinity : lse * kLog2E, target[16] = delta;
+  } else if (its_row < s.seqlen_q) {
+    p.delta.at(batch, its_head)[its_row * p.delta.row] = delta;
+  }
+}
+
+// One warp: 16 rows and 64 columns of one head, or 32 where there are no 64; the next warp: the next columns or head.
+template <class T, PrepareSpec kSpec>
+__global__ void __launch_bounds__(256) finish_backward(const __grid_constant__ BackwardParams p) {
+  constexpr int kCols = kSpec.finished_cols(), kParts = kSpec.head_dim / kCols;
+  const Sizes& s = p.sizes;
+  const int q_blocks = (s.seqlen_q + 15) / 16;
+  // The last first: they may still be in L2.
+  const int64 index = int64(gridDim.x - 1 - blockIdx.x) * 8 + warp_index();
+  const int part = index % kParts, head = index / kParts % s.heads_q;
+  const int64 rest = index / kParts / s.heads_q;
+  const int block = rest % q_blocks, batch = rest / q_blocks;
+  if (batch >= s.batch) return;
+  const int64 pair = int64(batch) * s.heads_q + head;
+  const float4* const sum =
+      reinterpret_cast<const float4*>(p.dq_sum) + ((pair * q_blocks + block) * kParts + part) * (4 * kCols);
+  Accumulator<kCols> dq;
+#pragma unroll
+  for (int j = 0; j < kCols / 8; ++j) {
+    const float4 x = __ldcs(sum + 32 * j + lane_index());
+    dq.x[j][0] = x.x, dq.x[j][1] = x.y, dq.x[j][2] = x.z, dq.x[j][3] = x.w;
+  }
+  dq.scale_rows(s.scale, s.scale);
+  store<T, kSpec.access>(dq, head_of(p.dq, batch, head, s.seqlen_q, s.head_dim), 16 * block, kCols * part);
 }
 
 }  // namespace cupyflash

@@ -69,11 +69,11 @@ __device__ __forceinline__ void store_wide(const Accumulator<kCols>& acc, const 
 
 // By whichever of the two the alignment allows.
 template <class T, int kAccess, int kCols>
-__device__ __forceinline__ void store(const Accumulator<kCols>& acc, const Matrix& m, int row) {
+__device__ __forceinline__ void store(const Accumulator<kCols>& acc, const Matrix& m, int row, int col = 0) {
   if constexpr (kAccess == 16)
-    store_wide<T>(acc, m, row, 0);
+    store_wide<T>(acc, m, row, col);
   else
-    store_direct<T, kAccess>(acc, m, row, 0);
+    store_direct<T, kAccess>(acc, m, row, col);
 }
 
 }  // namespace cupyflash

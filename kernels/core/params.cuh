@@ -19,6 +19,16 @@ struct RowArray {  // (batch, heads, seqlen)
   __device__ __forceinline__ float* at(int b, int h) const { return data + b * batch + h * head; }
 };
 
+// lse in base 2 and delta of 16 rows follow each other; the four rows of a lane, which has them as columns of two 8 x 8
+// blocks, are neighbours. Rows that do not exist or see no key have the lse inf: their P is 0, whatever they hold.
+constexpr int kStatisticTile = 128;  // rows are added up to a multiple
+__device__ __forceinline__ int64 statistic_of(int row) {
+  return row / 16 * 32 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
+}
+__device__ __forceinline__ int statistic_rows(int seqlen_q) {
+  return (seqlen_q + kStatisticTile - 1) / kStatisticTile * kStatisticTile;
+}
+
 struct Sizes {
   int batch, heads_q, group, seqlen_q, seqlen_k, head_dim, head_dim_v;
   int low, high;            // query i sees the keys i + low ... i + high
@@ -42,9 +52,12 @@ struct ForwardParams {
 
 struct BackwardParams {
   Array q, k, v, dout, out, dq, dk, dv;
-  RowArray lse, dlse, delta;
+  RowArray lse, dlse;
+  RowArray
+      delta;      // or packed, for sm90/backward.cuh: (batch * heads_q, statistic_rows / 16, 2, 16), see `statistic_of`
   float* dq_sum;  // (batch * heads_q, 16-row blocks, 8-column blocks, 128): accumulator fragments
-  uint32* turn;   // deterministic: work counter, then one counter for each (batch, head, query tile)
+  uint32* turn;   // deterministic: work counter, then one counter for each (batch, head, query tile), or for sm90
+                  // for each part of dq that one warp adds to
   Sizes sizes;
 };
 

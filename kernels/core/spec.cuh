@@ -52,11 +52,19 @@ struct BackwardSpec {
 };
 
 struct HopperBackwardSpec {
-  int head_dim, head_dim_v;  // 64 or 128
-  int block_q, block_k;      // block_k = 64 * groups
-  int groups;                // warpgroups that compute, 64 keys each
-  int stages;                // tiles of q and dout in flight
-  int access;                // of the stores of dk and dv
+  int head_dim, head_dim_v;  // 64 or 128; 64, 96 or 128
+  int block_q;
+  int groups;     // warpgroups that compute, 64 keys each
+  int stages;     // tiles of q and dout in flight
+  int key_slots;  // tiles of k and v in flight; 2: the products of one tile of keys go over into those of the next
+  bool early;     // the next scores are issued before dk is waited for
+  bool deterministic;
+  int access;  // of the stores of dk and dv
+
+  __device__ constexpr int block_k() const { return 64 * groups; }
+  __device__ constexpr int threads() const { return 128 * (groups + 1); }
+  __device__ constexpr int registers() const { return 240; }
+  __device__ constexpr int copying_registers() const { return 24; }
 };
 
 struct HopperKeysSpec {      // of the kernel of dk and dv
@@ -74,8 +82,14 @@ struct HopperQueriesSpec {   // of the kernel of dq
 
 struct PrepareSpec {
   int head_dim, head_dim_v;
+  bool packed;  // delta and lse as `statistic_of` says
   bool float32_out;
   int access;
+
+  // A row is read by 16 bytes a lane, and 64 lanes read neighbouring heads: whole kilobytes.
+  __device__ constexpr int lanes() const { return head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32; }
+  __device__ constexpr int heads() const { return 64 / lanes(); }
+  __device__ constexpr int finished_cols() const { return head_dim % 64 == 0 ? 64 : 32; }  // of a warp afterwards
 };
 
 }  // namespace cupyflash

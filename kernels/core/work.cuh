@@ -38,9 +38,12 @@ struct Works {
     if (work.tile != partner) {
       work.tile = partner;
     } else {
-      run += step;
-      find();
+      jump(run + step);
     }
+  }
+  __device__ __forceinline__ void jump(uint32 to) {
+    run = to;
+    find();
   }
 
  private:

@@ -1,210 +1,255 @@
-// Gradients on Hopper: the loop of sm80/backward.cuh with its roles split. One warp copies q, dout, lse and delta; each
-// warpgroup owns 64 keys, keeps P^T and dS^T as register operands of dv and dk, and computes its part of dq from the dS
-// of all, which goes through shared memory.
+// Gradients on Hopper: the products of sm80/backward.cuh with their roles split. A block takes tiles of keys, one after
+// the other, and for each goes through the queries that see it. One warp copies; each computing warpgroup owns 64 keys:
+//   S^T = k q^T         P^T = exp(scale S^T - lse)        dv += P^T dout
+//   dP^T = v dout^T     dS^T = P^T (dP^T - delta)         dk += dS^T q      dq = dS k
+// P^T and dS^T stay in registers, the left operands of dv and dk; dS^T goes to shared memory too, for dq, which needs
+// that of all warpgroups. dq is made one tile later, when all have long left theirs there, and is added up in memory in
+// float32; the kernels of any/around_backward.cuh clear that sum and convert it.
 #pragma once
 
 #include "core/epilogue.cuh"
-#include "core/spec.cuh"
-#include "core/work.cuh"
-#include "sm90/pipeline.cuh"
-#include "sm90/tile.cuh"
+#include "sm90/backward_tiles.cuh"
 #include "sm90/wgmma.cuh"
 
 namespace cupyflash {
 
-struct HopperBackwardParams {
-  TensorMap q, k, v, dout;
-  BackwardParams rest;
-};
-
 template <class T, HopperBackwardSpec kSpec>
-__global__ void __launch_bounds__(128 * (kSpec.groups + 1), 1)
-    hopper_backward(const __grid_constant__ HopperBackwardParams params) {
-  constexpr int kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
-  constexpr int kQBytes = tile_bytes(kBlockQ, kDim), kDoutBytes = tile_bytes(kBlockQ, kDimV);
-  constexpr int kStageBytes = kQBytes + kDoutBytes;
-  constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
-  constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ);
-  // A group computes 64 queries of dq where there are as many for each, else all queries and a part of the columns.
-  constexpr bool kSplitQueries = kBlockQ == 64 * kSpec.groups;
-  constexpr int kDqCols = kSplitQueries ? kDim : kDim / kSpec.groups;
-  static_assert(kBlockK == 64 * kSpec.groups && (kSplitQueries || kBlockQ == 64), "64 keys and 64 queries a group");
+__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __grid_constant__ HopperBackwardParams p) {
+  using Tiles = BackwardTiles<kSpec>;
+  constexpr int kGroups = kSpec.groups, kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k();
+  constexpr int kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
+  // What a group computes of dq: 64 queries, or 64 columns of all.
+  constexpr bool kByQueries = kBlockQ == 64 * kGroups;
+  constexpr int kDqCols = 64;
+  constexpr uint32 kNone = ~0u;
+  static_assert(kByQueries ? kDim == 64 : kBlockQ == 64 && kDim == 64 * kGroups, "dq is shared among the groups");
 
-  const BackwardParams& p = params.rest;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64 barriers[1 + 2 * kSpec.stages];
-  const uint32 base = (shared_address(shared) + 1023) & ~1023u;
-  const uint32 k_base = base, v_base = k_base + kKBytes, stage_base = v_base + kVBytes;
-  const uint32 ds_base = stage_base + kSpec.stages * kStageBytes;  // two, so that one barrier a tile is enough
-  float* const statistics = reinterpret_cast<float*>(shared + (ds_base + 2 * kDsBytes - shared_address(shared)));
-  Ring<kSpec.stages> ring(shared_address(barriers + 1));
-  const uint32 keys_full = shared_address(barriers);
+  __shared__ uint64 barriers[Tiles::kBarriers];
+  __shared__ Job jobs[Tiles::kJobs];
+  __shared__ KeyTile key_tiles[kSpec.key_slots];
+  Tiles tiles((shared_address(shared) + 1023) & ~1023u, barriers, jobs, key_tiles);
   if (threadIdx.x == 0) {
-    barrier_init(keys_full, 1);
-    for (int i = 0; i < kSpec.stages; ++i)  // the copying warp's lanes arrive for the statistics that they store
-      barrier_init(ring.full(i), 1 + 32), barrier_init(ring.empty(i), 4 * kSpec.groups);
+    tiles.init();
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
   }
   __syncthreads();
 
   const Sizes& s = p.sizes;
-  const int k_tiles = (s.seqlen_k + kBlockK - 1) / kBlockK;
-  const Work work = find_work(blockIdx.x, k_tiles, s.batch, s.heads_q / s.group, s.section, false);
-  const Band band(s);
-  const int first_key = work.tile * kBlockK, first_head = work.head * s.group;
-  const Range seen = queries_of_any(band, {first_key, min(first_key + kBlockK, s.seqlen_k) - 1});
-  const int first_tile = seen.first / kBlockQ;
-  const int last_tile = seen.last < seen.first ? first_tile - 1 : seen.last / kBlockQ;
   const int role = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
-
-  if (role == 0) {  // producer
-    give_registers<kSpec.groups == 3 ? 32 : 24>();
-    if (threadIdx.x >= 32 || last_tile < first_tile) return;
-    if (threadIdx.x == 0) {
-      barrier_expect(keys_full, kKBytes + kVBytes);
-      copy_tile<kBlockK, kDim>(k_base, params.k, keys_full, first_key, work.head, work.batch);
-      copy_tile<kBlockK, kDimV>(v_base, params.v, keys_full, first_key, work.head, work.batch);
-    }
-    for (int head = first_head; head < first_head + s.group; ++head)
-      for (int tile = first_tile; tile <= last_tile; ++tile) {
-        const int stage = ring.stage();
-        barrier_wait(ring.empty(stage), ring.parity() ^ 1);
-        if (threadIdx.x == 0) {
-          const uint32 q = stage_base + stage * kStageBytes;
-          barrier_expect(ring.full(stage), kStageBytes);
-          copy_tile<kBlockQ, kDim>(q, params.q, ring.full(stage), tile * kBlockQ, head, work.batch);
-          copy_tile<kBlockQ, kDimV>(q + kQBytes, params.dout, ring.full(stage), tile * kBlockQ, head, work.batch);
-        }
-        float* const lse = statistics + stage * 2 * kBlockQ;
-#pragma unroll
-        for (int i = threadIdx.x; i < kBlockQ; i += 32) {
-          const int row = tile * kBlockQ + i;
-          float value = kInfinity, delta = 0.f;  // of a row that does not exist or sees no key: P is 0
-          if (row < s.seqlen_q) {
-            const float natural = p.lse.at(work.batch, head)[row * p.lse.row];
-            if (natural != -kInfinity) value = natural * kLog2E;
-            delta = p.delta.at(work.batch, head)[row * p.delta.row];
-          }
-          lse[i] = value, lse[kBlockQ + i] = delta;
-        }
-        barrier_arrive(ring.full(stage));
-        ring.advance();
-      }
+  if (role == 0) {
+    give_registers<kSpec.copying_registers()>();
+    if (warp_index() == 0) copy_tiles<kSpec>(p, tiles);
     return;
   }
 
-  take_registers<kSpec.groups == 3 ? 160 : 240>();
-  const int group = role - 1, warp_row = warp_index() % 4 * 16, key_row = 64 * group + warp_row;
-  constexpr int kAll = 128 * kSpec.groups;
-  const int q_blocks = (s.seqlen_q + 15) / 16;
-
+  take_registers<kSpec.registers()>();
+  const int group = role - 1;
+  const auto warp_row = [] { return int(opaque(threadIdx.x) / 32 % 4 * 16); };
+  const Turns<kGroups> turns = {group, 1};
+  turns.open();
   Accumulator<kDim> dk;
   Accumulator<kDimV> dv;
   Accumulator<kBlockQ> prob, ds;
   Accumulator<kDqCols> dq;
   uint32 prob_operand[kBlockQ / 16][4], ds_operand[kBlockQ / 16][4];
   dk.clear(), dv.clear();
-  if (last_tile >= first_tile) barrier_wait(keys_full, 0);
 
-  int buffer = 0;
-  for (int head = first_head; head < first_head + s.group; ++head)
-#pragma unroll 1
-    for (int tile = first_tile; tile <= last_tile; ++tile) {
-      const uint32 q = stage_base + ring.stage() * kStageBytes, dout = q + kQBytes;
-      const uint32 ds_tile = ds_base + buffer * kDsBytes;
-      const float* const lse = statistics + ring.stage() * 2 * kBlockQ;
-      const int first_query = tile * kBlockQ;
-      ring.wait();
-      wgmma_fence();
+  // All rings of queries count alike. `ahead` is 1 for the next tile, -1 for the one before.
+  const auto issue_scores = [&](int ahead, int keys_ahead) {  // S^T = k q^T
+    const uint64 q = row_operand<kBlockQ>(tiles.q + tiles.queries().slot(ahead) * Tiles::kQBytes, 0);
+    const uint64 k =
+        row_operand<kBlockK>(tiles.k + tiles.keys().slot(keys_ahead) * Tiles::kKBytes + group * 64 * kRowBytes, 0);
+    wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kDim / 16; ++step)  // S^T = k q^T
-        Wgmma<T, kBlockQ>::dot_rows(prob.x, row_operand<kBlockK>(k_base + group * 64 * kRowBytes, step),
-                                    row_operand<kBlockQ>(q, step), step > 0);
-      wgmma_commit();
+    for (int step = 0; step < kDim / 16; ++step)
+      Wgmma<T, kBlockQ>::dot_rows(prob.x, row_step<kBlockK>(k, step), row_step<kBlockQ>(q, step), step > 0);
+    wgmma_commit();
+  };
+  const auto issue_ds = [&](int ahead, int keys_ahead) {  // dP^T = v dout^T
+    const uint64 dout = row_operand<kBlockQ>(tiles.dout + tiles.queries().slot(ahead) * Tiles::kDoutBytes, 0);
+    const uint64 v =
+        row_operand<kBlockK>(tiles.v + tiles.keys().slot(keys_ahead) * Tiles::kVBytes + group * 64 * kRowBytes, 0);
+    wgmma_fence();
 #pragma unroll
-      for (int step = 0; step < kDimV / 16; ++step)  // dP^T = v dout^T
-        Wgmma<T, kBlockQ>::dot_rows(ds.x, row_operand<kBlockK>(v_base + group * 64 * kRowBytes, step),
-                                    row_operand<kBlockQ>(dout, step), step > 0);
-      wgmma_commit();
+    for (int step = 0; step < kDimV / 16; ++step)
+      Wgmma<T, kBlockQ>::dot_rows(ds.x, row_step<kBlockK>(v, step), row_step<kBlockQ>(dout, step), step > 0);
+    wgmma_commit();
+  };
+  const auto issue_dv = [&] {  // dv += P^T dout
+    const uint64 dout = column_operand<kBlockQ>(tiles.dout + tiles.queries().slot() * Tiles::kDoutBytes, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockQ / 16; ++step)
+      Wgmma<T, kDimV>::times(dv.x, prob_operand[step], column_step(dout, step));
+    wgmma_commit();
+  };
+  const auto issue_dk = [&] {  // dk += dS^T q
+    const uint64 q = column_operand<kBlockQ>(tiles.q + tiles.queries().slot() * Tiles::kQBytes, 0);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockQ / 16; ++step) Wgmma<T, kDim>::times(dk.x, ds_operand[step], column_step(q, step));
+    wgmma_commit();
+  };
+  const auto issue_dq = [&](int ahead, int keys_ahead) {  // dq = dS k
+    const uint64 left = column_operand<kBlockK>(
+        tiles.ds + tiles.ds_ring().slot(ahead) * Tiles::kDsBytes + (kByQueries ? group * kBlockK * kRowBytes : 0), 0);
+    const uint64 right = column_operand<kBlockK>(
+        tiles.k + tiles.keys().slot(keys_ahead) * Tiles::kKBytes + (kByQueries ? 0 : group * kBlockK * kRowBytes), 0);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kBlockK / 16; ++step)
+      Wgmma<T, kDqCols>::transposed_times(dq.x, column_step(left, step), column_step(right, step), step > 0);
+    wgmma_commit();
+  };
 
-      wgmma_wait<1>();  // S^T is there
-      const Range seen_by_all = queries_of_all(band, {first_key + 64 * group, first_key + 64 * group + 63});
-      if (first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last ||
-          first_key + 64 * group + 64 > s.seqlen_k)
-        prob.hide(first_key + key_row, first_query, s.scale_log2 < 0.f ? kInfinity : -kInfinity,
-                  [&](int key) { return band.queries(key); });
-#pragma unroll
-      for (int j = 0; j < kBlockQ / 8; ++j) {
-        const float2 l = *reinterpret_cast<const float2*>(lse + 8 * j + prob.col());
-#pragma unroll
-        for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, i % 2 ? -l.y : -l.x));
-      }
-#pragma unroll
-      for (int step = 0; step < kBlockQ / 16; ++step) prob.template operand<T>(prob_operand[step], step);
-      wgmma_wait<0>();  // dP^T is there
-#pragma unroll
-      for (int j = 0; j < kBlockQ / 8; ++j) {
-        const float2 delta = *reinterpret_cast<const float2*>(lse + kBlockQ + 8 * j + prob.col());
-#pragma unroll
-        for (int i = 0; i < 4; ++i) ds.x[j][i] = prob.x[j][i] * (ds.x[j][i] - (i % 2 ? delta.y : delta.x));
-      }
-#pragma unroll
-      for (int step = 0; step < kBlockQ / 16; ++step) ds.template operand<T>(ds_operand[step], step);
-
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kBlockQ / 16; ++step)
-        Wgmma<T, kDimV>::times(dv.x, prob_operand[step], column_operand<kBlockQ>(dout, step));
-      wgmma_commit();
-    // dS^T to shared memory, rows of keys, in the swizzle that wgmma expects: unit u of row r is at u ^ (r % 8).
-#pragma unroll
-      for (int step = 0; step < kBlockQ / 16; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // register i: row half i % 2, columns 8 * (2 * step + i / 2)
-          const int row = key_row + ds.row(i % 2), unit = 2 * step + i / 2;
-          const uint32 panel = ds_tile + unit / 8 * kBlockK * kRowBytes;
-          store_shared(panel + row * kRowBytes + (unit % 8 ^ row % 8) * 16 + 2 * ds.col(), ds_operand[step][i]);
-        }
-      fence_async_shared();
-      named_sync(1, kAll);  // dS of all groups is there, and nobody reads the other buffer any more
-
-      const uint32 left = ds_tile + (kSplitQueries ? group * kBlockK * kRowBytes : 0);
-      const uint32 right = k_base + (kSplitQueries ? 0 : group * (kDqCols / 64) * kBlockK * kRowBytes);
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < kBlockK / 16; ++step)  // dq = dS k
-        Wgmma<T, kDqCols>::transposed_times(dq.x, column_operand<kBlockK>(left, step),
-                                            column_operand<kBlockK>(right, step), step > 0);
-      wgmma_commit();
-#pragma unroll
-      for (int step = 0; step < kBlockQ / 16; ++step)
-        Wgmma<T, kDim>::times(dk.x, ds_operand[step], column_operand<kBlockQ>(q, step));
-      wgmma_commit();
-      wgmma_wait<1>();  // dv and dq are there
-      const int block = (first_query + (kSplitQueries ? 64 * group : 0) + warp_row) / 16;
-      if (block < q_blocks) {
-        const int64 pair = int64(work.batch) * s.heads_q + head;
-        const int first_col = kSplitQueries ? 0 : group * kDqCols;
-        float* target = p.dq_sum + ((pair * q_blocks + block) * (kDim / 8) + first_col / 8) * 128 + 4 * lane_index();
-#pragma unroll
-        for (int j = 0; j < kDqCols / 8; ++j) reduce_add(target + 128 * j, dq.x[j]);
-      }
-      wgmma_wait<0>();  // dk is there; q, dout and the registers of the operands are free
-      ring.release();
-      ring.advance();
-      buffer ^= 1;
+  // dq is that of the tile before. Deterministic: each part of it has a counter of the tiles of keys that were added.
+  const auto part_of = [&](const Job& job) {
+    const int block = (kByQueries ? 4 * group : 0) + warp_row() / 16;
+    if (block >= job.blocks) return kNone;
+    return (job.block + block) * (kByQueries ? 1 : kGroups) + (kByQueries ? 0 : group);
+  };
+  const auto add_dq = [&](const Job& job) {
+    const uint32 part = part_of(job);
+    if (part == kNone) return;
+    if constexpr (kSpec.deterministic) {
+      if (lane_index() == 0)
+        while (load_acquire(p.turn + 1 + part) < job.before) __nanosleep(20);
+      __syncwarp();
     }
+    float* const target = p.dq_sum + int64(part) * (16 * kDqCols) + 4 * lane_index();
+#pragma unroll
+    for (int j = 0; j < kDqCols / 8; ++j) reduce_add(target + 128 * j, dq.x[j]);
+  };
+  const auto tell_added = [&](const Job& job) {
+    if constexpr (kSpec.deterministic) {
+      const uint32 part = part_of(job);
+      __syncwarp();
+      if (part != kNone && lane_index() == 0) add_release(p.turn + 1 + part, 1);
+    }
+  };
+  const auto store_gradients = [&] {
+    const KeyTile& tile = tiles.key_tile();
+    const int first_key = tile.first_key + 64 * group + warp_row();
+    dk.scale_rows(s.scale, s.scale);
+    store<T, kSpec.access>(dk, head_of(p.dk, tile.batch, tile.head, s.seqlen_k, s.head_dim), first_key);
+    store<T, kSpec.access>(dv, head_of(p.dv, tile.batch, tile.head, s.seqlen_k, s.head_dim_v), first_key);
+    dk.clear(), dv.clear();
+  };
+  const auto weigh = [&](int flags) {
+    const float4* const statistics =
+        reinterpret_cast<const float4*>(
+            shared + (tiles.statistics + tiles.queries().slot() * Tiles::kStatisticBytes - shared_address(shared))) +
+        lane_index() % 4;
+    wgmma_wait<1>();  // S^T is there
+    if (flags >> group & 1) {
+      const Band band(s);
+      prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
+                s.scale_log2 < 0.f ? kInfinity : -kInfinity, [&](int key) { return band.queries(key); });
+    }
+#pragma unroll
+    for (int step = 0; step < kBlockQ / 16; ++step) {
+      const float4 lse = statistics[8 * step];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& x = prob.x[2 * step + i / 4][i % 4];
+        x = exp2f(fmaf(x, s.scale_log2, -(i < 4 ? i % 2 ? lse.y : lse.x : i % 2 ? lse.w : lse.z)));
+      }
+    }
+    // The exponentials while dP^T is being made: the compiler moves them past its wait if there is no other.
+    barrier_wait(tiles.ds_ring().empty(tiles.ds_ring().slot()), tiles.ds_ring().parity() ^ 1);
+    wgmma_wait<0>();  // dP^T is there
+#pragma unroll
+    for (int step = 0; step < kBlockQ / 16; ++step) {
+      const float4 delta = statistics[8 * step + 4];
+      prob.template operand<T>(prob_operand[step], step);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& x = ds.x[2 * step + i / 4][i % 4];
+        x = prob.x[2 * step + i / 4][i % 4] * (x - (i < 4 ? i % 2 ? delta.y : delta.x : i % 2 ? delta.w : delta.z));
+      }
+      ds.template operand<T>(ds_operand[step], step);
+    }
+  };
+  const auto begin = [&] {  // whether there is another tile
+    tiles.queries().wait();
+    if (tiles.job().flags & Job::kEnd) return false;
+    tiles.keys().wait();
+    issue_scores(0, 0);
+    tiles.douts().wait();
+    tiles.values().wait();
+    issue_ds(0, 0);
+    return true;
+  };
 
-  dk.scale_rows(s.scale, s.scale);
-  const Matrix dk_target = head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim);
-  const Matrix dv_target = head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v);
-  if constexpr (kSpec.access == 16) {
-    store_wide<T>(dk, dk_target, first_key + key_row, 0);
-    store_wide<T>(dv, dv_target, first_key + key_row, 0);
-  } else {
-    store_direct<T, kSpec.access>(dk, dk_target, first_key + key_row, 0);
-    store_direct<T, kSpec.access>(dv, dv_target, first_key + key_row, 0);
+#pragma unroll 1
+  while (begin()) {
+#pragma unroll 1
+    while (true) {  // S^T and dP^T are being made
+      const int flags = tiles.job().flags;
+      const bool first = flags & Job::kFirst, last = flags & Job::kLast, goes_on = kSpec.key_slots > 1 && last;
+      weigh(flags);
+      if (last) tiles.values().release();
+#pragma unroll
+      for (int step = 0; step < kBlockQ / 16; ++step)  // rows of keys
+        store_matrix(
+            block_row<kBlockK>(tiles.ds + tiles.ds_ring().slot() * Tiles::kDsBytes, 64 * group + warp_row(), step),
+            ds_operand[step]);
+      fence_async_shared();
+      __syncwarp();
+      if (lane_index() == 0) barrier_arrive(tiles.ds_ring().full(tiles.ds_ring().slot()));
+      // By now what was added half a tile ago has arrived, and this costs no time.
+      if (kSpec.deterministic && !first && !(tiles.job(-1).flags & Job::kFirst)) tell_added(tiles.job(-2));
+
+      turns.wait();
+      issue_dv();
+      // Of the tile before; where there is none, the product of whatever is there goes nowhere.
+      const bool keys_end = !first && tiles.job(-1).flags & Job::kLast;
+      if (!first) tiles.ds_ring().wait(-1);
+      issue_dq(-1, keys_end ? -1 : 0);
+      issue_dk();
+      wgmma_wait<1>();  // dv and dq are there
+      tiles.douts().release();
+      if (!first) tiles.ds_ring().release(-1);
+      if (keys_end) tiles.keys().release(-1);
+      if (flags & Job::kDrains) break;
+      if constexpr (!kSpec.early) {
+        if (!first) add_dq(tiles.job(-1));
+        wgmma_wait<0>();  // dk is there
+      }
+      tiles.queries().wait(1);
+      if (goes_on) tiles.keys().wait(1);
+      issue_scores(1, goes_on);
+      turns.pass_on();
+      if (kSpec.early && !first) add_dq(tiles.job(-1));
+      if (goes_on) {
+        wgmma_wait<0>();
+        store_gradients();
+      } else if constexpr (kSpec.early) {
+        wgmma_wait<1>();  // dk is there
+      }
+      tiles.queries().release();
+      tiles.douts().wait(1);
+      if (goes_on) tiles.values().wait(1);
+      issue_ds(1, goes_on);
+      tiles.advance(last);
+    }
+    turns.pass_on();
+    const bool first = tiles.job().flags & Job::kFirst;
+    if (!first) add_dq(tiles.job(-1));
+    wgmma_wait<0>();
+    tiles.ds_ring().wait();
+    issue_dq(0, 0);
+    if (!first) tell_added(tiles.job(-1));
+    wgmma_wait<0>();
+    add_dq(tiles.job());
+    tiles.queries().release();
+    store_gradients();
+    tiles.ds_ring().release(), tiles.keys().release();
+    tell_added(tiles.job());
+    tiles.advance(true);
   }
+  turns.close();
 }
 
 }  // namespace cupyflash

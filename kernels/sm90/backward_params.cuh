@@ -9,7 +9,8 @@ namespace cupyflash {
 // The kernels around the backward take as much of it as they know: the first part.
 struct HopperBackwardParams : BackwardParams {
   TensorMap q_map, k_map, v_map, dout_map;
-  Order keys, queries;  // tiles of keys for dk and dv, and of queries for dq
+  Order keys, queries;  // tiles of keys for dk and dv, and of queries for a kernel of dq
+  int rotated;          // the tiles of keys of a head begin with different queries
 };
 
 }  // namespace cupyflash

@@ -11,7 +11,7 @@ struct Ring {
   uint32 barriers;   // kSlots full barriers, then kSlots empty ones
   uint32 count = 0;  // tiles so far, on either side
 
-  __device__ __forceinline__ explicit Ring(uint32 barriers) : barriers(barriers) {}
+  __device__ __forceinline__ explicit Ring(uint32 barriers, uint32 count = 0) : barriers(barriers), count(count) {}
 
   // `arrivals` fill a slot, each of a thread or of the copies that one announced; `releases` free it.
   __device__ __forceinline__ void init(int releases, int arrivals = 1) const {

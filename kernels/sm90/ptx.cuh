@@ -40,6 +40,13 @@ __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
+// 9.7.9.26.4.1 cp.async.bulk: neighbouring bytes, a multiple of 16.
+__device__ __forceinline__ void copy_bytes(uint32 target, const void* source, uint32 barrier, int bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(target),
+               "l"(source), "r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // 9.7.9.26.5.2 cp.async.bulk.tensor: a box of (head_dim, heads, seqlen, batch); what is outside the array is read as
 // zero, and not written.
 __device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, uint32 barrier, int col, int row,

@@ -71,4 +71,12 @@ __device__ __forceinline__ uint64 row_step(uint64 first, int step) {
 }
 __device__ __forceinline__ uint64 column_step(uint64 first, int step) { return first + (step * 16 * kRowBytes >> 4); }
 
+// This lane's row of the 16 x 16 block at `row` and column 16 * step of a tile of kRows, for `store_matrix`.
+template <int kRows>
+__device__ __forceinline__ uint32 block_row(uint32 tile, int row, int step) {
+  const int r = row + lane_index() % 16;
+  const uint32 start = tile + r * kRowBytes + (lane_index() / 16 ^ r % 8) * 16;
+  return (start ^ step % 4 * 32) + step / 4 * kRows * kRowBytes;
+}
+
 }  // namespace cupyflash

@@ -1,0 +1,216 @@
+// The copying side of sm90/backward.cuh: which tiles a block goes through, where they lie in shared memory, and the
+// warp that has them brought there.
+#pragma once
+
+#include "core/spec.cuh"
+#include "core/work.cuh"
+#include "sm90/backward_params.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/tile.cuh"
+
+namespace cupyflash {
+
+// What is to be done with one tile of queries, as the copying warp says it.
+struct Job {
+  // Bit i: the mask hides some score of group i. Then: there is no tile before, whose dq is to be made; the last tile
+  // of its keys; all is added before the next tile begins; no tile.
+  static constexpr int kFirst = 128, kLast = 256, kDrains = 512, kEnd = 1024;
+  int flags;
+  int first_query;
+  uint32 block;  // of dq_sum, where the tile begins; `blocks` of them exist
+  int blocks;
+  uint32 before;  // tiles of keys that add to dq before this one, if deterministic
+};
+struct KeyTile {
+  int first_key, head, batch;
+};
+
+// The gradients of keys that no query sees, by one warp.
+__device__ inline void clear_rows(const Matrix& m, int first, int count) {
+  for (int row = first; row < min(first + count, m.rows); ++row)
+    for (int col = lane_index(); col < m.cols; col += 32)
+      reinterpret_cast<unsigned short*>(m.data + row * m.stride)[col] = 0;
+}
+
+template <HopperBackwardSpec kSpec>
+struct BackwardTiles {  // in shared memory
+  static constexpr int kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k(), kSlots = kSpec.key_slots;
+  static constexpr int kQBytes = tile_bytes(kBlockQ, kSpec.head_dim),
+                       kDoutBytes = tile_bytes(kBlockQ, kSpec.head_dim_v);
+  static constexpr int kKBytes = tile_bytes(kBlockK, kSpec.head_dim), kVBytes = tile_bytes(kBlockK, kSpec.head_dim_v);
+  static constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ), kStatisticBytes = 8 * kBlockQ;
+  static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 4;
+  static constexpr int kJobs = 4;  // the two before the present one are still read while the next ones are written
+  static_assert(kSpec.stages + (kSpec.deterministic ? 2 : 1) <= kJobs);
+
+  uint32 k, v, q, dout, ds, statistics, barriers;
+  Job* jobs;
+  KeyTile* key_tiles;
+  uint32 count = 0, key_count = 0;  // tiles so far, of queries and of keys
+
+  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, KeyTile* key_tiles)
+      : k(base),
+        v(k + kSlots * kKBytes),
+        q(v + kSlots * kVBytes),
+        dout(q + kSpec.stages * kQBytes),
+        ds(dout + kSpec.stages * kDoutBytes),
+        statistics(ds + 2 * kDsBytes),
+        barriers(shared_address(barriers)),
+        jobs(jobs),
+        key_tiles(key_tiles) {}
+
+  __device__ __forceinline__ Ring<kSlots> keys() const { return Ring<kSlots>(barriers, key_count); }
+  __device__ __forceinline__ Ring<kSlots> values() const { return Ring<kSlots>(barriers + 16 * kSlots, key_count); }
+  // q, with jobs and statistics.
+  __device__ __forceinline__ Ring<kSpec.stages> queries() const {
+    return Ring<kSpec.stages>(barriers + 32 * kSlots, count);
+  }
+  __device__ __forceinline__ Ring<kSpec.stages> douts() const {
+    return Ring<kSpec.stages>(barriers + 32 * kSlots + 16 * kSpec.stages, count);
+  }
+  // dS^T, from all groups to all groups.
+  __device__ __forceinline__ Ring<2> ds_ring() const {
+    return Ring<2>(barriers + 32 * kSlots + 32 * kSpec.stages, count);
+  }
+  __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[(count + ahead) % kJobs]; }
+  __device__ __forceinline__ KeyTile& key_tile() const { return key_tiles[key_count % kSlots]; }
+  __device__ __forceinline__ void advance(bool last) {
+    ++count;
+    if (last) ++key_count;
+  }
+
+  __device__ __forceinline__ void init() const {
+    constexpr int kWarps = 4 * kSpec.groups;
+    keys().init(kWarps), values().init(kWarps), queries().init(kWarps), douts().init(kWarps);
+    ds_ring().init(kWarps, kWarps);
+  }
+};
+
+// The tiles of keys that a block takes, and the tiles of queries that see them; for the warp that copies.
+// Deterministic: a tile is taken when it is begun, the last keys of a head first, so that a block waits only for blocks
+// that have begun; and causal tiles of keys begin with queries that no later keys add to.
+template <HopperBackwardSpec kSpec>
+struct KeyTiles {
+  const HopperBackwardParams& p;
+  Works works;
+  Range seen;
+
+  __device__ __forceinline__ explicit KeyTiles(const HopperBackwardParams& p)
+      : p(p), works(p.keys, p.sizes, kSpec.deterministic ? ticket(p) : blockIdx.x, gridDim.x, kSpec.deterministic) {
+    skip_unseen();
+  }
+  __device__ __forceinline__ bool left() const { return works.left(); }
+  __device__ __forceinline__ void next() {
+    step();
+    skip_unseen();
+  }
+
+ private:
+  __device__ __forceinline__ static uint32 ticket(const HopperBackwardParams& p) {
+    uint32 index = 0;
+    if (lane_index() == 0) index = atomicAdd(p.turn, 1u);
+    return __shfl_sync(kFullWarp, index, 0);
+  }
+  __device__ __forceinline__ void step() {
+    if constexpr (kSpec.deterministic)
+      works.jump(ticket(p));
+    else
+      works.next();
+  }
+  // To the first one that some query sees, from the present one on; the gradients of the others are 0.
+  __device__ __forceinline__ void skip_unseen() {
+    const Sizes& s = p.sizes;
+    for (; left(); step()) {
+      const Work& work = works.work;
+      const int first_key = work.tile * kSpec.block_k(), last_key = min(first_key + kSpec.block_k(), s.seqlen_k) - 1;
+      seen = query_tiles_of(Band(s), {first_key, last_key}, kSpec.block_q);
+      if (seen.last >= seen.first) return;
+      clear_rows(head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim), first_key, kSpec.block_k());
+      clear_rows(head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v), first_key, kSpec.block_k());
+    }
+  }
+};
+
+// What to do with the queries from `first` on; `flags` knows what the mask does not say.
+template <HopperBackwardSpec kSpec>
+__device__ __forceinline__ Job make_job(const Sizes& s, const Work& work, int head, int first, int flags) {
+  const Band band(s);
+#pragma unroll
+  for (int group = 0; group < kSpec.groups; ++group) {
+    const int key = work.tile * kSpec.block_k() + 64 * group;
+    const Range seen_by_all = queries_of_all(band, {key, key + 63});
+    if (first < seen_by_all.first || first + kSpec.block_q - 1 > seen_by_all.last) flags |= 1 << group;
+  }
+  const int q_blocks = (s.seqlen_q + 15) / 16;
+  const uint32 block = uint32(work.batch * s.heads_q + head) * q_blocks + first / 16;
+  uint32 before = 0;
+  if constexpr (kSpec.deterministic) before = tiles_of(band, first, kSpec.block_q, kSpec.block_k()).last - work.tile;
+  return {flags, first, block, min(kSpec.block_q / 16, q_blocks - first / 16), before};
+}
+
+// The warp that copies.
+template <HopperBackwardSpec kSpec>
+__device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
+  using Tiles = BackwardTiles<kSpec>;
+  constexpr int kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k(), kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
+  const Sizes& s = p.sizes;
+  const auto copy_queries = [&](int first, int head, int batch) {  // with what comes with them
+    const uint32 full = tiles.queries().full(tiles.queries().slot()), slot = tiles.queries().slot();
+    const int64 row = (int64(batch) * s.heads_q + head) * statistic_rows(s.seqlen_q) + first;
+    barrier_expect(full, Tiles::kQBytes + Tiles::kStatisticBytes);
+    copy_tile<kBlockQ, kDim>(tiles.q + slot * Tiles::kQBytes, p.q_map, full, first, head, batch);
+    copy_bytes(tiles.statistics + slot * Tiles::kStatisticBytes, p.delta.data + 2 * row, full, Tiles::kStatisticBytes);
+  };
+  const auto copy_keys = [&](const Work& work) {
+    const int slot = tiles.keys().slot(), first_key = work.tile * kBlockK;
+    const uint32 full = tiles.keys().full(slot);
+    barrier_wait(tiles.keys().empty(slot), tiles.keys().parity() ^ 1);
+    tiles.key_tile() = {first_key, work.head, work.batch};
+    barrier_expect(full, Tiles::kKBytes);
+    copy_tile<kBlockK, kDim>(tiles.k + slot * Tiles::kKBytes, p.k_map, full, first_key, work.head, work.batch);
+  };
+
+  KeyTiles<kSpec> key_tiles(p);
+  bool drained = true;
+  while (key_tiles.left()) {
+    const Work work = key_tiles.works.work;
+    const Range seen = key_tiles.seen;
+    const int count = seen.last - seen.first + 1;
+    int tile = p.rotated ? seen.first + int(int64(work.tile) * count / p.keys.tiles) : seen.first;
+    int in_group = 0, in_head = 0;
+#pragma unroll 1
+    while (true) {
+      const bool begins = in_group == 0 && in_head == 0, last = in_group == s.group - 1 && in_head == count - 1;
+      const int slot = tiles.queries().slot(), first = tile * kBlockQ, head = work.head * s.group + in_group;
+      if (last) key_tiles.next();
+      // A block must not keep the keys of two works, each with one tile, while it waits for those of a third.
+      const bool drains = last && (kSpec.key_slots == 1 || !key_tiles.left() || begins);
+      barrier_wait(tiles.queries().empty(slot), tiles.queries().parity() ^ 1);
+      if (lane_index() == 0) {
+        const int flags = (drained ? Job::kFirst : 0) | (last ? Job::kLast : 0) | (drains ? Job::kDrains : 0);
+        tiles.job() = make_job<kSpec>(s, work, head, first, flags);
+        copy_queries(first, head, work.batch);
+        if (begins)
+          copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,
+                                    tiles.values().acquire(Tiles::kVBytes), work.tile * kBlockK, work.head, work.batch);
+        copy_tile<kBlockQ, kDimV>(tiles.dout + slot * Tiles::kDoutBytes, p.dout_map,
+                                  tiles.douts().acquire(Tiles::kDoutBytes), first, head, work.batch);
+        if (begins) copy_keys(work);  // last: the dq of the work before reads the place
+      }
+      __syncwarp();
+      drained = drains;
+      tiles.advance(last);
+      if (last) break;
+      if (++tile > seen.last) tile = seen.first;
+      if (++in_head == count) in_head = 0, ++in_group;
+    }
+  }
+  if (lane_index() == 0) {
+    const int slot = tiles.queries().slot();
+    barrier_wait(tiles.queries().empty(slot), tiles.queries().parity() ^ 1);
+    tiles.job().flags = Job::kEnd;
+    barrier_arrive(tiles.queries().full(slot));
+  }
+}
+
+}  // namespace cupyflash
