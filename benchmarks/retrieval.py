@@ -233,10 +233,10 @@ def main(arguments=None):
     if options.json:
         print(json.dumps({**result, "passed": passed}))
     else:
-        steps = result["steps"]
+        answers, last = options.tests * options.items, result["steps"][-1]
         print(
-            f"{'passed' if passed else 'FAILED'}: {result['accuracy']:.3%} of {options.tests * options.items:,} answers "
-            f"right after {len(steps)} steps, {steps[-1]['seconds']:.0f} s"
+            f"{'passed' if passed else 'FAILED'}: {result['accuracy']:.3%} of {answers:,} answers right after "
+            f"{last['step']} steps, {last['seconds']:.0f} s"
         )
     return 0 if passed else 1
 

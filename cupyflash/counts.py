@@ -50,9 +50,7 @@ def operand_bytes(problem: Problem, backward: bool = False) -> int:
     """
     rows_q, rows_k = problem.heads_q * problem.seqlen_q, problem.heads_k * problem.seqlen_k
     width = problem.head_dim + problem.head_dim_v
-    elements = (rows_q + rows_k) * width
-    if backward:
-        elements = 2 * elements + rows_q * problem.head_dim_v
+    elements = (rows_q + rows_k) * width * (2 if backward else 1)
     return problem.batch * (2 * elements + 4 * rows_q)
 
 

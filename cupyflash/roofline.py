@@ -23,7 +23,9 @@ RESOURCES = {
 # (W. Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking",
 # arXiv:2402.13499).
 MMA_SYNC_ON_HOPPER = 0.629
-EXPS_PER_CLOCK, SHARED_BYTES_PER_CLOCK = 16, 128  # of a multiprocessor: CUDA C++ Programming Guide, 8.4.1 and 16
+# Of a multiprocessor: CUDA C++ Programming Guide, "Arithmetic Instructions" (ex2 is a special function), and the 32 banks
+# of 4 bytes of "Shared Memory" in "Compute Capabilities".
+EXPS_PER_CLOCK, SHARED_BYTES_PER_CLOCK = 16, 128
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,9 @@ def roofline(q, k=None, v=None, /, *, causal=False, window=None, device=None, me
     causal, window
         As for `attention`.
     device : str or Device, optional
-        A name in `cupyflash.roofline.DEVICES`, whose published figures are taken, or figures of your own. By default
-        the GPU here, if its figures are known, and an H200 where there is none.
+        "A100", "H100", "H200", "RTX 3090", "RTX 4090" or "L40S", whose published figures are taken, or figures of your
+        own (``from cupyflash.roofline import Device``). By default the GPU here, if its figures are known, and an H200
+        where there is none.
     measure : bool, default False
         On the GPU here, measure the ceilings (a large matrix product by cuBLAS, a copy, exponentials) and both passes
         of `attention`, in turn, by CUDA events; medians.
