@@ -26,10 +26,15 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ImportError:
+    sys.exit("retrieval.py: PyTorch is missing; pip install torch")
 import torch.nn.functional as F
 from torch import nn
 from torch_attention import attention, standard_attention
+
+from cupyflash.roofline_report import check_plot
 
 SYMBOLS, VALUES = 256, 64
 KEYS = SYMBOLS * SYMBOLS
@@ -187,6 +192,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--plot", type=Path, metavar="FILE", help='draw the curve; needs the extra "plot"')
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args(arguments)
+    check_plot(parser, options)
     if not SHORTEST <= options.items <= options.tokens <= KEYS:
         parser.error(
             f"--items is {options.items} and --tokens {options.tokens}; allowed: {SHORTEST} to {KEYS}, items <= tokens"

@@ -31,7 +31,10 @@ from typing import NamedTuple
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
-import torch
+try:
+    import torch
+except ImportError:
+    sys.exit(f"{Path(sys.argv[0]).name}: PyTorch is missing; pip install torch")
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

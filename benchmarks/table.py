@@ -26,6 +26,8 @@ import torch
 import torch_attention
 from side_by_side import TOKENS, Pair, ours, synchronize, to_cupy
 
+from cupyflash.roofline_report import check_plot
+
 SHAPES = {"gpt2": (12, 64, True), "bert-large": (16, 64, False)}  # heads, head_dim, causal
 SEQLENS = [2**n for n in range(7, 17)]
 STANDARD = ("standard-cupy", "standard-torch")
@@ -231,7 +233,9 @@ def parse_arguments(arguments=None):
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--plot", type=Path, metavar="FILE", help='needs the extra "plot"')
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    check_plot(parser, options)
+    return options
 
 
 def main(arguments=None):

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, insta
 import numpy as np
 
 import cupyflash
+from cupyflash.roofline_report import check_plot
 
 HEADS, HEAD_DIM, TOKENS = 16, 64, 32768
 GPT2_MEDIUM = (64, 1024)  # batch, seqlen
@@ -241,7 +242,9 @@ def parse_arguments(arguments=None):
     parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # of the process under ncu
     parser.add_argument("--sizes", type=json.loads, help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    check_plot(parser, options)
+    return options
 
 
 def main(arguments=None):

@@ -58,6 +58,7 @@ def main(arguments=None):
     if options.command and options.backend:
         parser.error(f"--backend is an option of the main job, not of {options.command}")
     if options.command == "roofline":
+        roofline_report.check_plot(predicting, options)
         return roofline_report.command(options)
     if options.command == "compile":
         from cupyflash import compiler

@@ -23,8 +23,8 @@ RESOURCES = {
 # (W. Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture via Microbenchmarking",
 # arXiv:2402.13499).
 MMA_SYNC_ON_HOPPER = 0.629
-# Of a multiprocessor: CUDA C++ Programming Guide, "Arithmetic Instructions" (ex2 is a special function), and the 32 banks
-# of 4 bytes of "Shared Memory" in "Compute Capabilities".
+# Of a multiprocessor: CUDA C++ Programming Guide, "Arithmetic Instructions" (ex2 is a special function), and the 32
+# banks of 4 bytes of "Shared Memory" in "Compute Capabilities".
 EXPS_PER_CLOCK, SHARED_BYTES_PER_CLOCK = 16, 128
 
 

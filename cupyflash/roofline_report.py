@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -14,6 +15,12 @@ from .roofline import DEVICES, RESOURCES, Roofline, roofline
 
 DTYPES = {"float16": np.float16, "bfloat16": bfloat16}
 HOW_TO_PLOT = 'Matplotlib is missing; it comes with the extra "plot": pip install "cupyflash[plot]"'
+
+
+def check_plot(parser, options) -> None:
+    """End ``parser`` with a message where ``options`` want a plot that cannot be drawn."""
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error(HOW_TO_PLOT)
 
 
 def table(found: Roofline) -> str:
@@ -122,12 +129,6 @@ def add_arguments(parser) -> None:
 
 def command(options) -> int:
     """Print what the options of the command ask for; return the exit code."""
-    if options.plot:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            print(HOW_TO_PLOT, file=sys.stderr)
-            return 2
     try:
         found = _find(options)
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
