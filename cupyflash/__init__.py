@@ -3,6 +3,7 @@
 from . import reference
 from .attention import AttentionGradients, attention, attention_backward
 from .merge import merge_attention
+from .roofline import roofline
 
 __version__ = "0.1.0"
 
@@ -13,4 +14,5 @@ __all__ = [
     "attention_backward",
     "merge_attention",
     "reference",
+    "roofline",
 ]

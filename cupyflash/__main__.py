@@ -1,4 +1,4 @@
-"""Command line: ``python -m cupyflash`` does the main job, ``... compile`` compiles kernels ahead."""
+"""Command line: ``python -m cupyflash`` does the main job, ``... compile`` compiles, ``... roofline`` predicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import re
 import sys
 
-from cupyflash import __version__
+from cupyflash import __version__, roofline_report
 
 DESCRIPTION = """\
 Run a real transformer (MiniLM) on real text with its attention computed by cupyflash, compare it with the
@@ -20,6 +20,12 @@ Compile the kernels of head_dim 64, 96, 128, 192 and 256 in both dtypes, with ea
 registers, spills, shared memory and time. Another shape is built on its first call. On a machine with a
 GPU, and without --arch, this also fills the cache on disk. The exit code is 1 if a kernel spills, does not
 compile or, on Hopper, has its matrix products put in a row by the compiler."""
+
+ROOFLINE_DESCRIPTION = """\
+Print what attention of one size costs on a GPU and what it waits for there: operations, exponentials and
+bytes of standard attention and of each kernel path, the time that tensor cores, memory, special-function
+units and shared memory need for them, and which is longest. By formula, without a GPU; with --measure against
+the ceilings and the times of the GPU here. The exit code is 2 if that is not possible."""
 
 
 def main(arguments=None):
@@ -42,11 +48,19 @@ def main(arguments=None):
     )
     # Suppressed, since a default would undo a --json that stands before the command.
     compiling.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=as_json)
+    predicting = commands.add_parser(
+        "roofline", help="predict what a call waits for; needs no GPU", description=ROOFLINE_DESCRIPTION
+    )
+    roofline_report.add_arguments(predicting)
+    predicting.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=as_json)
     options = parser.parse_args(arguments)
 
+    if options.command and options.backend:
+        parser.error(f"--backend is an option of the main job, not of {options.command}")
+    if options.command == "roofline":
+        roofline_report.check_plot(predicting, options)
+        return roofline_report.command(options)
     if options.command == "compile":
-        if options.backend:
-            parser.error("--backend is an option of the main job, not of compile")
         from cupyflash import compiler
 
         return compiler.compile_command(options.arch, options.json)

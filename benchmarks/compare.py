@@ -1,0 +1,118 @@
+"""Compare two commits on this machine with asv: fails where the second is slower, or needs more, by over 3 %.
+
+    python benchmarks/compare.py OLD NEW [--bench bench_forward] [--rounds 2] [--factor 1.03]
+
+asv's own ``continuous`` builds an environment for each commit, which needs a network and gigabytes for CuPy and CUDA.
+Here both commits are checked out side by side and run in the present environment, one after the other and again, so
+that a drift of the clock hits both; asv keeps all samples and compares them. The benchmarks are those of this tree for
+both, and the results stay apart from the committed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+WORSE = ("+", "!")  # asv's marks: slower; fails now
+
+
+def output_of(*command, folder=HERE):
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def asv(config, *arguments, capture=False):
+    """Run asv with the configuration ``config``."""
+    return subprocess.run(
+        [sys.executable, "-m", "asv", *arguments, "--config", str(config)],
+        cwd=HERE,
+        stdout=subprocess.PIPE if capture else sys.stderr,
+        text=True,
+    )
+
+
+def configure(folder, tree):
+    """A configuration for cupyflash in ``tree``, with the benchmarks of this tree; results go into ``folder``."""
+    suites = tree / "benchmarks" / "benchmarks"  # they import what they lie beside
+    shutil.rmtree(suites, ignore_errors=True)
+    shutil.copytree(HERE / "benchmarks", suites, ignore=shutil.ignore_patterns("__pycache__"))
+    settings = json.loads((HERE / "asv.conf.json").read_text())
+    settings |= {"repo": str(HERE.parent), "benchmark_dir": str(suites)}
+    settings |= {name: str(folder / name) for name in ("results_dir", "env_dir", "html_dir")}
+    config = folder / f"{tree.name}.json"
+    config.write_text(json.dumps(settings))
+    return config
+
+
+def regressions(table):
+    """Lines of asv's table that say something got worse."""
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    return [row for row in rows if row.strip("| ").split("|")[0].strip() in WORSE]
+
+
+def compare(old, new, options, folder):
+    """Measure both commits; return asv's table."""
+    configs = {}
+    try:
+        for commit in (old, new):
+            output_of("git", "worktree", "add", "--detach", "--quiet", str(folder / commit), commit)
+            configs[commit] = configure(folder, folder / commit)
+        asv(configs[old], "machine", "--yes")
+        for number in range(options.rounds):
+            for commit, config in configs.items():
+                print(f"round {number + 1} of {options.rounds}, {commit[:8]}", file=sys.stderr, flush=True)
+                chosen = [argument for bench in options.bench for argument in ("--bench", bench)]
+                run = ("run", "--python=same", "--set-commit-hash", commit, "--append-samples", *chosen)
+                done = asv(config, *run)
+                if done.returncode not in (0, 2):  # 2: a benchmark failed, which the comparison tells
+                    raise RuntimeError(f"asv failed with exit code {done.returncode}")
+    finally:
+        for commit in (old, new):
+            subprocess.run(
+                ["git", "worktree", "remove", "--force", str(folder / commit)], cwd=HERE, capture_output=True
+            )
+    factor = str(options.factor)
+    done = asv(configs[new], "compare", "--factor", factor, "--only-changed", "--sort", "ratio", old, new, capture=True)
+    if done.returncode:
+        raise RuntimeError(f"asv compare failed with exit code {done.returncode}")
+    return done.stdout
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old", help="a commit, branch or tag")
+    parser.add_argument("new", nargs="?", default="HEAD")
+    parser.add_argument("--bench", action="append", default=[], metavar="REGEX", help="only these; may be repeated")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--factor", type=float, default=1.03)
+    options = parser.parse_args(arguments)
+    try:
+        import asv as _  # noqa: F401
+    except ImportError:
+        print('compare.py: asv is missing; it comes with the extra "bench"', file=sys.stderr)
+        return 2
+    try:
+        old, new = (
+            output_of("git", "rev-parse", "--verify", f"{name}^{{commit}}") for name in (options.old, options.new)
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            table = compare(old, new, options, Path(folder))
+    except subprocess.CalledProcessError as error:
+        print(f"compare.py: {' '.join(error.cmd)}: {error.stderr.strip()}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"compare.py: {error}", file=sys.stderr)
+        return 2
+    worse = regressions(table)
+    print(table.strip() or "nothing changed")
+    print(f"{len(worse)} regressions over {options.factor - 1:.0%} from {old[:8]} to {new[:8]}")
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

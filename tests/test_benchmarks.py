@@ -1,0 +1,278 @@
+"""What the scripts in benchmarks/ make of their measurements, and what of them needs no GPU."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import tools
+
+FOLDER = tools.ROOT / "benchmarks"
+if not FOLDER.is_dir():
+    pytest.skip("the benchmarks are not part of this archive", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    """Scripts import each other as neighbours."""
+    monkeypatch.syspath_prepend(FOLDER)
+    yield
+    for name in ("compare", "retrieval", "side_by_side", "standard", "table", "torch_attention", "traffic"):
+        sys.modules.pop(name, None)
+
+
+# --- traffic.py
+
+COLUMNS = ("ID", "Process ID", "Kernel Name", "Section Name", "Metric Name", "Metric Unit", "Metric Value")
+
+
+def ncu_prints(kernels):
+    """As ncu does: a row for each metric, among other lines."""
+    lines = ["==PROF== Connected to process 7", ",".join(f'"{name}"' for name in COLUMNS)]
+    for number, (name, read, written) in enumerate(kernels):
+        for metric, value in (("dram__bytes_read.sum", read), ("dram__bytes_write.sum", written)):
+            row = (number, 7, name, "Command line profiler metrics", metric, "byte", f"{value:,}")
+            lines.append(",".join(f'"{x}"' for x in row))
+    return "\n".join([*lines, "==PROF== Disconnected"])
+
+
+def kernels_of(sizes):
+    """Each pass launches two kernels of 1000 bytes times its place; 5 more are written by the flush after it."""
+    launched = []
+    for _ in range(sizes):
+        for place in range(1, 5):
+            launched.append(("flush_l2", 256, 5 if place > 1 else 0))
+            launched += [(f"kernel<{place}, 2>(int, float)", 600 * place, 400 * place)] * 2
+        launched.append(("flush_l2", 256, 5))
+    return launched
+
+
+def test_traffic_of_each_pass():
+    import traffic
+
+    kernels = traffic.read_kernels(ncu_prints(kernels_of(2)))
+    assert kernels[1] == ("kernel<1, 2>(int, float)", 600, 400)
+    passes = traffic.by_pass(kernels, 2)
+    assert len(passes) == 2 and tuple(passes[0]) == traffic.PASSES
+    for of_size in passes:
+        for place, total in enumerate(of_size.values(), 1):
+            assert total == {"read": 1200 * place, "write": 800 * place + 5, "kernels": 2}
+    with pytest.raises(RuntimeError, match="ncu saw 8 passes; 12 were run"):
+        traffic.by_pass(kernels, 3)
+    with pytest.raises(RuntimeError, match="no counters:\n==ERROR== x"):
+        traffic.read_kernels("==ERROR== x")
+
+
+def test_traffic_formulas():
+    import traffic
+
+    least = traffic.formulas(64, 1024)
+    scores, operand = 2 * 64 * 16 * 1024**2, 2 * 64 * 1024 * 16 * 64
+    assert set(least) == set(traffic.PASSES)
+    assert least["standard forward"] == 4 * scores + 4 * operand + 4 * 64 * 16 * 1024
+    assert least["cupyflash forward"] == 4 * operand + 4 * 64 * 16 * 1024
+    assert least["standard backward"] > 7 * scores > 5 * least["cupyflash backward"]
+
+
+def test_traffic_without_ncu(monkeypatch, capsys, tmp_path):
+    import traffic
+
+    monkeypatch.setattr(traffic.shutil, "which", lambda name: None)
+    assert traffic.main(["--output", str(tmp_path / "x.json")]) == 2
+    assert "ncu is missing" in capsys.readouterr().err
+    assert not (tmp_path / "x.json").exists()
+
+
+NCU = """#!/bin/sh
+while [ "$1" != --log-file ]; do shift; done
+{}
+"""
+
+
+def fake_ncu(tmp_path, body):
+    path = tmp_path / "ncu"
+    path.write_text(NCU.format(body))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_traffic_end_to_end(tmp_path, capsys):
+    import traffic
+
+    (tmp_path / "counters").write_text(ncu_prints(kernels_of(2)))
+    log = json.dumps({"gpu": "some GPU", "sizes": [[64, 1024], [64, 512]]})
+    body = f"""cp {tmp_path}/counters "$2"; while [ "$1" != --run ]; do shift; done; echo '{log}' > "$2" """
+    ncu, output = fake_ncu(tmp_path, body), tmp_path / "out.json"
+    assert traffic.main(["--ncu", ncu, "--seqlens", "512", "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    assert [(cell["batch"], cell["seqlen"]) for cell in result["cells"]] == [(64, 1024), (64, 512)]
+    assert result["cells"][1]["measured"]["cupyflash backward"] == {"read": 4800, "write": 3205, "kernels": 2}
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4 and "(9.13)" in lines[2] and len({line.count("|") for line in lines}) == 1
+    pytest.importorskip("matplotlib")
+    traffic.plot(result, tmp_path / "out.png")
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ("echo '==ERROR== ERR_NVGPUCTRPERM' > \"$2\"; exit 1", "may not read the GPU's counters"),
+        ("echo '==ERROR== other' > \"$2\"; exit 9", "exit code 9:\n==ERROR== other"),
+    ],
+)
+def test_traffic_when_ncu_fails(tmp_path, capsys, body, words):
+    import traffic
+
+    assert traffic.main(["--ncu", fake_ncu(tmp_path, body), "--output", str(tmp_path / "x.json")]) == 2
+    assert words in capsys.readouterr().err
+
+
+# --- table.py
+
+
+def result_of_table():
+    def cell(n):
+        standard = ["standard-cupy", "standard-torch"]
+        fits, fails = (standard, []) if n < 1000 else ([], standard)
+        names = [*fits, "fa2", "cupyflash"]
+        times = {f"{name}.{which}": n * i / 100 for i, name in enumerate(names, 1) for which in ("fwd", "bwd")}
+        failed = {f"{name}.{which}": "out of memory" for name in fails for which in ("fwd", "bwd", "memory")}
+        return {
+            "batch": 1,
+            "milliseconds": {**times, "cupyflash-sm80.fwd": 2.0},
+            "bytes": {name: n * 10_000 for name in names},
+            "failed": failed,
+        }
+
+    cells = {f"{shape} S{n}": cell(n) for n in (128, 2048) for shape in ("gpt2 causal", "bert-large full")}
+    return {"gpu": "some GPU", "dtype": "float16", "cells": cells}
+
+
+def test_table(tmp_path):
+    pytest.importorskip("torch")
+    import table
+
+    result = result_of_table()
+    assert table.names_of(result) == ["standard-cupy", "standard-torch", "fa2", "cupyflash-sm80", "cupyflash"]
+    blocks = table.table(result).split("\n\n")
+    assert len(blocks) == 6 and all(len(block.splitlines()) == 4 for block in blocks)
+    assert blocks[0].splitlines()[2] == "| 128 | 1.28 | 2.56 | 3.84 | 2 | 5.12 | 0.5 |"
+    assert blocks[1].splitlines()[3] == "| 2048 | out of memory | out of memory | 41 | – | 81.9 |  |"
+    assert blocks[2].splitlines()[3].startswith("| 2048 | out of memory | out of memory | 20.5 | – | 20.5 |")
+    pytest.importorskip("matplotlib")
+    table.plot(result, tmp_path / "out.png")
+
+
+def test_table_without_gpu(capsys):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    import table
+
+    assert table.main([]) == 2
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_standard_attention_in_cupy(causal):
+    import cupy
+    import standard
+
+    from cupyflash import reference
+
+    random = np.random.default_rng(0)
+    q, k, v, dout = (cupy.asarray(random.standard_normal((2, 3, 130, 64)), "float16") for _ in range(4))
+    out, weights = standard.forward(q, k, v, causal)
+    found = out, *standard.backward(dout, q, k, v, out, weights)
+    *qkv, dout_ = (x.swapaxes(1, 2).astype("float64") for x in (q, k, v, dout))
+    right, lse = reference.attention(*qkv, causal=causal, return_lse=True)
+    gradients = reference.attention_backward(dout_, *qkv, right, lse, causal=causal)
+    for got, expected in zip(found, (right, *gradients[:3])):
+        assert abs(got.swapaxes(1, 2) - expected).max() < 0.02 * abs(expected).max()
+
+
+# --- compare.py
+
+
+def test_regressions_of_asv_table():
+    import compare
+
+    text = """
+| Change   | Before [aaaa] <main>   | After [bbbb]   |   Ratio | Benchmark (Parameter) |
+|----------|------------------------|----------------|---------|-----------------------|
+| +        | 5.75±0.9ms             | 11.2±1ms       |    1.95 | bench.slower          |
+| !        | 5.75±0.9ms             | failed         |     n/a | bench.broken          |
+| -        | 6.41±0.9ms             | 3.7±1ms        |    0.53 | bench.faster          |
+"""
+    assert [row.split("|")[-2].strip() for row in compare.regressions(text)] == ["bench.slower", "bench.broken"]
+    assert compare.regressions("") == []
+
+
+def test_compare_names_a_commit_that_does_not_exist(capsys):
+    pytest.importorskip("asv")
+    if not (tools.ROOT / ".git").exists():
+        pytest.skip("no repository")
+    import compare
+
+    assert compare.main(["no-such-commit"]) == 2
+    assert "no-such-commit" in capsys.readouterr().err
+
+
+# --- torch_attention.py and retrieval.py
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_in_torch(causal):
+    torch = pytest.importorskip("torch")
+    import torch_attention
+
+    torch.manual_seed(0)
+    shapes = ((2, 17, 4, 8), (2, 23, 4, 8), (2, 23, 4, 8))
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    dout = torch.randn(shapes[0], dtype=torch.float64)
+    results = []
+    for attend in (torch_attention.attention, torch_attention.standard_attention):
+        out = attend(*inputs, causal)
+        results.append((out, *torch.autograd.grad(out, inputs, dout)))
+    for got, expected in zip(*results):
+        torch.testing.assert_close(got, expected)
+
+
+def test_items_that_are_dealt():
+    torch = pytest.importorskip("torch")
+    import retrieval
+
+    keys, values, asked, answers = retrieval.deal(8, 64, torch.Generator().manual_seed(0))
+    assert keys.shape == values.shape == asked.shape == answers.shape == (8, 64)
+    assert keys.unique().numel() == keys.numel() and 0 <= keys.min() and keys.max() < retrieval.KEYS
+    for row in range(8):
+        table = dict(zip(keys[row].tolist(), values[row].tolist()))
+        assert [table[key] for key in asked[row].tolist()] == answers[row].tolist()
+    assert retrieval.lengths(65536) == [16, 64, 256, 1024, 4096, 16384, 65536]
+    assert retrieval.lengths(100) == [16, 64, 100]
+
+
+def test_order_of_items_means_nothing():
+    torch = pytest.importorskip("torch")
+    import retrieval
+    from torch_attention import attention
+
+    torch.manual_seed(0)
+    model = retrieval.Retriever(attention, torch.float32, width=32, heads=2, layers=1, embedding=8)
+    *items, _ = retrieval.deal(1, 40, torch.Generator().manual_seed(1))
+    order = torch.randperm(40)
+    torch.testing.assert_close(model(*(x[:, order] for x in items)), model(*items)[:, order], rtol=1e-4, atol=1e-4)
+
+
+def test_retrieval_is_learnt(tmp_path, capsys):
+    pytest.importorskip("torch")
+    import retrieval
+
+    output = tmp_path / "out.json"
+    small = ["--items", "64", "--tokens", "1024", "--last-steps", "25", "--rate", "4e-3"]
+    assert retrieval.main([*small, "--output", str(output)]) == 0
+    assert capsys.readouterr().out.startswith("passed: ")
+    result = json.loads(output.read_text())
+    assert result["accuracy"] > 0.99 and result["steps"][-1]["items"] == 64
+    assert result["steps"][0]["accuracy"] < 0.1

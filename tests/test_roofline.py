@@ -1,0 +1,314 @@
+"""What attention costs by formula, on which device, and the command that prints it."""
+
+import json
+import sys
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tools
+
+import cupyflash
+from cupyflash import choose, counts
+from cupyflash.__main__ import main
+from cupyflash.problem import Problem
+from cupyflash.roofline import DEVICES, MMA_SYNC_ON_HOPPER, Device
+
+
+def problem(seqlen_q=256, seqlen_k=None, heads_q=2, heads_k=None, head_dim=64, head_dim_v=None, batch=3, **band):
+    return Problem(
+        "bfloat16",
+        batch,
+        seqlen_q,
+        seqlen_k or seqlen_q,
+        heads_q,
+        heads_k or heads_q,
+        head_dim,
+        head_dim_v or head_dim,
+        head_dim**-0.5,
+        **band,
+    )
+
+
+def stand_in(*shape, dtype=ml_dtypes.bfloat16):
+    """An array of a shape, without memory."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def visible(one):
+    """Which scores of ``one`` exist, as a matrix."""
+    distance = np.arange(one.seqlen_k) - np.arange(one.seqlen_q)[:, None] - one.diagonal
+    left = np.inf if one.left is None else one.left
+    right = np.inf if one.right is None else one.right
+    return (-left <= distance) & (distance <= right)
+
+
+# --- Counts
+
+BANDS = [
+    {},
+    {"right": 0},
+    {"left": 5},
+    {"left": 0, "right": 0},
+    {"left": 30, "right": 7, "diagonal": 3},
+    {"right": 0, "diagonal": -40},
+    {"left": 2, "right": 2, "diagonal": 60},
+]
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize("lengths", [(64, 64), (1, 97), (97, 1), (50, 83)])
+def test_scores_and_tiles_are_those_of_the_mask(band, lengths):
+    one = problem(*lengths, **band)
+    seen = visible(one)
+    assert counts.scores(one) == seen.sum()
+    for block_q, block_k in ((16, 16), (32, 8), (7, 48)):
+        padded = np.zeros([-(-n // block) * block for n, block in zip(lengths, (block_q, block_k))], bool)
+        padded[: lengths[0], : lengths[1]] = seen
+        blocks = padded.reshape(padded.shape[0] // block_q, block_q, padded.shape[1] // block_k, block_k)
+        assert counts.tiles(one, block_q, block_k) == blocks.any((1, 3)).sum()
+
+
+def test_amounts_of_standard_attention():
+    one = problem(seqlen_q=512, seqlen_k=384, heads_q=4, heads_k=2, head_dim=64, head_dim_v=96, batch=3)
+    area, q, k, v, out = 3 * 4 * 512 * 384, 3 * 512 * 4 * 64, 3 * 384 * 2 * 64, 3 * 384 * 2 * 96, 3 * 512 * 4 * 96
+    forward, backward = counts.standard(one), counts.standard(one, backward=True)
+    assert forward.flops == 2 * area * (64 + 96) and forward.exps == area
+    assert backward.flops == 2 * area * (3 * 64 + 2 * 96) and backward.exps == 0
+    lse = 4 * 3 * 4 * 512
+    assert forward.memory_bytes == 8 * area + 2 * (q + k + v + out) + lse
+    assert backward.memory_bytes == 14 * area + 2 * (2 * (q + k + v) + 2 * out) + lse
+
+
+def test_operands_of_the_portable_forward():
+    one = problem(seqlen_q=128, head_dim=64, heads_q=1, batch=1)
+    spec = choose.forward(one, 16, False, choose.SHARED_LIMIT[90]).spec
+    assert (spec.block_q, spec.block_k, spec.warps, spec.q_in_registers) == (128, 64, 4, True)
+    amounts = counts.portable_forward(one, spec)
+    # Two tiles of 64 keys: K and V of 64 columns, written once and read by four warps.
+    assert amounts.shared_bytes == 2 * 5 * 2 * 64 * 128
+    assert amounts.tile_bytes == 2 * 2 * 64 * 128
+    assert amounts.flops == 4 * 128 * 128 * 64
+
+
+def test_operands_of_the_hopper_forward():
+    one = problem(seqlen_q=2048, head_dim=128, heads_q=1, batch=1)
+    spec = choose.hopper_forward(one, 16, False).spec
+    assert (spec.block_q, spec.block_k, spec.groups, spec.cluster) == (128, 128, 2, 1)
+    amounts = counts.hopper_forward(one, spec)
+    loads, steps, keys = 16 * 16, 32 * 16, 2 * 128 * 256
+    assert amounts.tile_bytes == loads * keys
+    assert amounts.shared_bytes == loads * keys + steps * (keys + 2 * 64 * 128)
+    assert amounts.flops == 4 * 2048**2 * 128 and amounts.exps == 2048**2
+
+
+def test_operands_of_the_hopper_backward():
+    one = problem(seqlen_q=1024, head_dim=64, heads_q=1, batch=1)
+    spec = choose.hopper_backward(one, 16, False).spec
+    assert (spec.block_q, spec.block_k, spec.groups) == (128, 128, 2)
+    amounts, steps = counts.hopper_backward(one, spec), 8 * 8
+    assert amounts.flops == counts.useful(one, True).flops and amounts.exps == 1024**2
+    scores, sums, dq = 2 * (64 + 128) * 64, 2 * 128 * 64, 2 * 128 * 64  # elements that one warpgroup reads
+    ds, tiles = 128 * 128, 2 * 128 * 64  # that are written for both
+    assert amounts.shared_bytes == steps * 2 * (2 * (scores + sums + dq) + ds + tiles)
+    assert amounts.tile_bytes == steps * (2 * tiles + 128 * 8 + 128 * 64 * 4)
+
+
+def test_operands_of_the_split_backward():
+    """Seven products for five."""
+    one = problem(seqlen_q=1024, head_dim=256, heads_q=1, batch=1)
+    keys, queries = (variant.spec for variant in choose.hopper_split_backward(one, 16))
+    assert (keys.kept, queries.block_q) == (2, 128)
+    amounts = counts.hopper_split_backward(one, keys, queries)
+    assert amounts.flops == 7 * 2 * 256 * 1024**2 and amounts.exps == 2 * 1024**2
+    tile, panel = 2 * 64 * 256, 2 * 64 * 64
+    of_keys = 2 * (tile // 2) + 4 * tile + 4 * 64 * 64 + 2 * tile  # k and v, q and dout twice, p, the copies
+    of_queries = 2 * (2 * tile + 3 * tile) + 2 * tile  # two warpgroups: q and dout, k, v and k again
+    assert amounts.shared_bytes == 16 * 16 * of_keys + 8 * 16 * of_queries and tile == 4 * panel
+
+
+def test_packed_heads_are_fewer_tiles():
+    one = problem(seqlen_q=1, seqlen_k=4096, heads_q=32, heads_k=4, head_dim=128, batch=1)
+    spec = choose.hopper_forward(one, 16, False).spec
+    assert spec.packed
+    assert counts.hopper_forward(one, spec).exps == 4 * 64 * 4096  # a tile for each key head, not for each head
+
+
+def test_tiles_of_a_mask_are_between_its_scores_and_all():
+    for right, head_dim in product((0, None), (64, 128, 256)):
+        one = problem(seqlen_q=1000, head_dim=head_dim, right=right)
+        least = counts.useful(one).flops
+        for make, count in (
+            (choose.forward(one, 16, False, choose.SHARED_LIMIT[90]), counts.portable_forward),
+            (choose.hopper_forward(one, 16, False), counts.hopper_forward),
+        ):
+            assert least <= count(one, make.spec).flops <= 1.4 * least
+        spec = choose.backward(one, 16, False, choose.SHARED_LIMIT[90]).spec
+        assert counts.useful(one, True).flops <= counts.portable_backward(one, spec).flops
+        assert counts.portable_backward(one, spec).flops <= 1.4 * counts.useful(one, True).flops
+        if choose.split(one, False):
+            specs = [variant.spec for variant in choose.hopper_split_backward(one, 16)]
+            assert 1.4 <= counts.hopper_split_backward(one, *specs).flops / counts.useful(one, True).flops <= 1.7
+        else:
+            spec = choose.hopper_backward(one, 16, False).spec
+            assert 1 <= counts.hopper_backward(one, spec).flops / counts.useful(one, True).flops <= 1.4
+
+
+def test_io_complexity():
+    one = problem(seqlen_q=1024, head_dim=64, heads_q=16, batch=64)
+    found = counts.io_complexity(one, 100_000)
+    assert found["standard"] == 64 * 16 * (1024**2 + 1024 * 64)
+    assert found["flash"] == 64 * 16 * 1024**2 * 64**2 // 100_000
+    assert counts.io_complexity(one, 200_000)["flash"] < found["flash"]
+
+
+# --- The prediction
+
+
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("head_dim", [1, 40, 64, 96, 128, 192, 256])
+def test_every_device_and_row_of_the_tables(name, head_dim):
+    found = cupyflash.roofline(problem(seqlen_q=300, head_dim=head_dim, right=0), device=name)
+    paths = {(one.path, one.direction): one for one in found.estimates}
+    assert len(paths) == len(found.estimates)
+    for direction in ("forward", "backward"):
+        assert (("sm90", direction) in paths) == (DEVICES[name].capability == 90 and head_dim % 8 == 0)
+    for one in found.estimates:
+        assert one.predicted == one.seconds[one.binds] > 0 and one.measured is None and one.achieved is None
+        assert one.useful_flops / one.predicted <= DEVICES[name].matmul
+
+
+def test_paths_are_held_against_what_they_can_reach():
+    found = {one.name: one for one in cupyflash.roofline(problem(4096, head_dim=128), device="H100").estimates}
+    portable, hopper = found["sm80 forward"].seconds["matmul"], found["sm90 forward"].seconds["matmul"]
+    assert hopper == pytest.approx(portable * MMA_SYNC_ON_HOPPER)
+    assert found["standard forward"].binds == "memory" and found["sm90 forward"].binds == "matmul"
+
+
+def test_tilings_are_those_of_the_tables(monkeypatch):
+    monkeypatch.setitem(choose.HOPPER_FORWARD, 64, ((96, 1, 1, 1, 6, 4),) * 4)
+    choose.hopper_forward.cache_clear()
+    found = {one.name: one.tiling for one in cupyflash.roofline(problem(), device="H200").estimates}
+    choose.hopper_forward.cache_clear()
+    assert found["sm90 forward"] == "64x96"
+
+
+def test_arrays_of_any_kind_and_problems_agree():
+    q, k = stand_in(2, 100, 4, 64), stand_in(2, 120, 2, 64)
+    found = cupyflash.roofline(q, k, k, causal=True, device="A100")
+    expected = problem(100, 120, 4, 2, batch=2, diagonal=20, right=0)
+    assert found.problem == expected
+    assert cupyflash.roofline(expected, device="A100") == found
+    torch = pytest.importorskip("torch")
+    q, k = (torch.zeros(x.shape, dtype=torch.bfloat16) for x in (q, k))
+    assert cupyflash.roofline(q, k, k, causal=True, device="A100") == found
+
+
+def test_own_figures():
+    own = Device("mine", 90, 500e12, 2e12, 2e12)
+    found = cupyflash.roofline(problem(), device=own)
+    assert found.device is own and own.shared == 16e12
+    assert found.estimates[0].seconds["memory"] == found.estimates[0].amounts.memory_bytes / 2e12
+
+
+@pytest.mark.parametrize(
+    "arguments, options, error, words",
+    [
+        ([problem()], {"device": "B300"}, ValueError, "'B300'.*A100, H100"),
+        ([problem()], {"device": Device("x", 70, 1, 1, 1)}, ValueError, "capability 70; allowed"),
+        ([problem()], {"causal": True}, TypeError, "q is a Problem"),
+        ([problem(batch=0)], {}, ValueError, "nothing to compute"),
+        ([problem()], {"device": "H100", "measure": True}, ValueError, "one of them"),
+        ([stand_in(1, 8, 1, 8, dtype=np.float32)] * 3, {}, NotImplementedError, "float32"),
+        ([stand_in(1, 8, 1, 300)] * 3, {}, ValueError, "head_dim 300"),
+    ],
+)
+def test_wrong_arguments(arguments, options, error, words):
+    with pytest.raises(error, match=words):
+        cupyflash.roofline(*arguments, **options)
+
+
+@pytest.mark.skipif(not tools.cuda_missing(), reason="there is a GPU")
+def test_measure_without_gpu_says_what_is_missing():
+    with pytest.raises(RuntimeError, match="measure=True needs a GPU.*(CuPy|cuBLAS)"):
+        cupyflash.roofline(problem(), measure=True)
+
+
+def test_unknown_gpu(monkeypatch):
+    module = sys.modules["cupyflash.roofline"]
+    monkeypatch.setattr(module, "_name_here", lambda: "NVIDIA A100-PCIE-40GB")
+    with pytest.raises(ValueError, match="A100-PCIE-40GB, whose figures are not known.*measure=True"):
+        cupyflash.roofline(problem())
+    monkeypatch.setattr(module, "_name_here", lambda: "NVIDIA A100-SXM4-80GB")
+    assert cupyflash.roofline(problem()).device == DEVICES["A100"]
+
+
+# --- What is printed
+
+
+def test_table_and_json():
+    for device, masks in product(DEVICES, ({}, {"right": 0})):
+        found = cupyflash.roofline(problem(**masks), device=device)
+        text = str(found)
+        assert text.isascii() and max(map(len, text.splitlines())) <= 120
+        assert all(text.count(f"  {one.name} ") == 2 for one in found.estimates)
+        data = json.loads(json.dumps(found.as_dict()))
+        assert len(data["estimates"]) == len(found.estimates)
+        assert data["estimates"][0]["binds"] == found.estimates[0].binds
+
+
+@pytest.mark.parametrize("measured", [None, 1e-3])
+def test_plot(tmp_path, measured):
+    pytest.importorskip("matplotlib")
+    from dataclasses import replace
+
+    found = cupyflash.roofline(problem(), device="H200")
+    found = replace(found, estimates=tuple(replace(one, measured=measured) for one in found.estimates))
+    assert "achieved" in found.estimates[0].as_dict() and str(found)
+    found.plot(tmp_path / "out.png")
+    assert (tmp_path / "out.png").stat().st_size > 1000
+
+
+def test_command(capsys):
+    sizes = ["--batch", "2", "--heads", "8", "--heads-k", "2", "--seqlen", "1000", "--head-dim", "96", "--causal"]
+    assert main(["roofline", *sizes, "--device", "RTX 4090"]) == 0
+    printed = capsys.readouterr()
+    assert "RTX 4090" in printed.out and "sm80 backward" in printed.out and not printed.err
+    assert main(["--json", "roofline", *sizes, "--device", "H100", "--memory", "3", "--window", "10", "-1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["device"]["memory"] == 3e12 and report["device"]["source"] == "your figures"
+    assert (report["problem"]["heads_k"], report["problem"]["left"], report["problem"]["right"]) == (2, 10, 0)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--heads-k", "3"], "multiple of the heads of k"),
+        (["--head-dim", "257"], "head_dim 257"),
+        (["--batch", "0"], "nothing to compute"),
+        (["--measure", "--memory", "3"], "leave out"),
+    ],
+)
+def test_command_refuses(arguments, words, capsys):
+    assert main(["roofline", "--device", "H100", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err and not printed.out
+
+
+def test_command_without_matplotlib(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as exit:
+        main(["roofline", "--plot", "x.png"])
+    assert exit.value.code == 2
+    assert '"cupyflash[plot]"' in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_measured():
+    found = cupyflash.roofline(problem(4096, head_dim=128, batch=4, heads_q=16, right=0), measure=True)
+    assert found.device.source == "measured here"
+    timed = [one for one in found.estimates if one.measured]
+    assert {one.direction for one in timed} == {"forward", "backward"}
+    for one in timed:
+        assert 0.1 < max(one.achieved.values()) < 1.1
