@@ -3,10 +3,12 @@
     python benchmarks/side_by_side.py [--dtypes bfloat16 float16] [--peers fa2 cudnn] [--paths default sm80]
 
 Sizes are those of the FlashAttention-3 paper: batch * seqlen = 16384 tokens, heads * head_dim = 2048. Every
-entry is timed round after round, so that a drift of the clock hits all alike; a figure is the median of the
-rounds. A forward pass counts 4 * batch * heads * seqlen^2 * head_dim operations, half of that when causal; a
-backward pass 2.5 times as many. Peers: PyTorch's FlashAttention-2 and cuDNN, FlashAttention-3 (its PyTorch or
-JAX package) and FlashAttention-4; one that is not installed is left out and named.
+entry is timed round after round, so that a drift of the clock hits all alike, and after as much of its own
+work, untimed, so that it finds the clock that its own power leaves, not that of the entry before it; a figure
+is the median of the rounds. A forward pass counts 4 * batch * heads * seqlen^2 * head_dim operations, half of
+that when causal; a backward pass 2.5 times as many. Peers: PyTorch's FlashAttention-2 and cuDNN,
+FlashAttention-3 (its PyTorch or JAX package) and FlashAttention-4; one that is not installed is left out and
+named.
 
 An entry is an implementation and a pass, "fa2.fwd"; "cupyflash.fwd" takes the default kernel path of the GPU and
 "cupyflash-sm80.fwd" the portable one, in the same run, and so do their backward passes.
@@ -240,6 +242,7 @@ def median_seconds(calls, rounds=ROUNDS, seconds=SECONDS, least=3):
         counts[name] = max(least, min(200, int(seconds / seconds_per_call(call, wait, min(2, least)))))
     for _ in range(rounds):
         for name, (call, wait) in calls.items():
+            seconds_per_call(call, wait, counts[name])
             samples[name].append(seconds_per_call(call, wait, counts[name]))
     return {name: statistics.median(times) for name, times in samples.items()}
 

@@ -169,7 +169,7 @@ def test_memory_grows_with_the_length(backend1):
     before = pool.total_bytes()
     cupyflash.attention_backward(x.dout, *x.qkv, out, lse, causal=True)
     gradients, dq_sum, delta = 3 * 2 * row * rows, 4 * row * rows, 4 * rows
-    assert pool.total_bytes() - before <= gradients + dq_sum + delta + 4096, (
-        "backward: more than results, dq sum, delta"
-    )
+    lse2 = 4 * rows if backend1.path == "sm90" else 0  # beside delta, where the copy engine takes both at once
+    allowed = gradients + dq_sum + delta + lse2 + 4096
+    assert pool.total_bytes() - before <= allowed, "backward: more than results, dq sum and statistics"
     assert np.isfinite(backend1.host(out)).all()
