@@ -868,7 +868,7 @@ def test_tile_takes_an_accumulator(dtype):
 
 # --- Hopper: the copy engine, and products of a warpgroup
 
-WIDTHS = (64, 80, 96, 112, 128, 192, 256)
+WIDTHS = (64, 80, 96, 128, 192, 256)
 BOX_ROWS = (64, 80, 128, 192)
 WARPGROUP_K = 64
 HOPPER = Piece(

@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   if constexpr (kSpec.packed) {
     const int64 first = (int64(batch) * s.heads_q + its_head) * statistic_rows(s.seqlen_q) * 2;
     float* const target = p.delta.data + first + statistic_of(its_row);
-    target[0] = lse == -kInfinity ? kInfinity : lse * kLog2E, target[16] = delta;
+    target[0] = lse_in_base_2(lse), target[16] = delta;
   } else if (its_row < s.seqlen_q) {
     p.delta.at(batch, its_head)[its_row * p.delta.row] = delta;
   }

@@ -36,6 +36,11 @@ struct Sizes {
   float scale, scale_log2;  // the forward's is positive: it takes the maximum before it scales
 };
 
+// What a hidden score becomes, so that its exponential is 0 whatever the sign of the scale.
+__device__ __forceinline__ float hidden_score(const Sizes& s) { return s.scale_log2 < 0.f ? kInfinity : -kInfinity; }
+// An lse in base 2; inf for a row that sees no key, so that its P is 0.
+__device__ __forceinline__ float lse_in_base_2(float lse) { return lse == -kInfinity ? kInfinity : lse * kLog2E; }
+
 struct Order {   // of the tiles of persistent blocks
   int heads;     // of one batch that have tiles of their own
   int tiles;     // of one head

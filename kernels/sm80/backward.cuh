@@ -25,7 +25,7 @@ struct Statistics {
     const int row = first + threadIdx.x;
     if (threadIdx.x >= kRows || row >= p.sizes.seqlen_q) return {kInfinity, 0.f};
     const float lse = p.lse.at(batch, head)[row * p.lse.row];
-    return {lse == -kInfinity ? kInfinity : lse * kLog2E, p.delta.at(batch, head)[row * p.delta.row]};
+    return {lse_in_base_2(lse), p.delta.at(batch, head)[row * p.delta.row]};
   }
   __device__ __forceinline__ void put(Row row) const {
     if (threadIdx.x < kRows) lse[threadIdx.x] = row.lse, lse[kRows + threadIdx.x] = row.delta;
@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     if (!keys_exist || first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last) {
 #pragma unroll
       for (int t = 0; t < kScoreRows / 16; ++t)
-        prob[t].hide(first_key + score_row + 16 * t, first_query + score_col,
-                     s.scale_log2 < 0.f ? kInfinity : -kInfinity, [&](int key) { return band.queries(key); });
+        prob[t].hide(first_key + score_row + 16 * t, first_query + score_col, hidden_score(s),
+                     [&](int key) { return band.queries(key); });
     }
 #pragma unroll
     for (int j = 0; j < kScoreCols / 8; ++j) {

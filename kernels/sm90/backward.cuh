@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   __shared__ uint64 barriers[Tiles::kBarriers];
   __shared__ Job jobs[Tiles::kJobs];
   __shared__ KeyTile key_tiles[kSpec.key_slots];
-  Tiles tiles((shared_address(shared) + 1023) & ~1023u, barriers, jobs, key_tiles);
+  Tiles tiles(first_tile(shared), barriers, jobs, key_tiles);
   if (threadIdx.x == 0) {
     tiles.init();
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     wgmma_wait<1>();  // S^T is there
     if (flags >> group & 1) {
       const Band band(s);
-      prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
-                s.scale_log2 < 0.f ? kInfinity : -kInfinity, [&](int key) { return band.queries(key); });
+      prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query, hidden_score(s),
+                [&](int key) { return band.queries(key); });
     }
 #pragma unroll
     for (int step = 0; step < kBlockQ / 16; ++step) {

@@ -10,7 +10,6 @@
 #include "core/epilogue.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
-#include "sm80/ptx.cuh"
 #include "sm90/backward_params.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile.cuh"
@@ -18,7 +17,7 @@
 
 namespace cupyflash {
 
-constexpr int kRows = 64;  // keys of a block, and queries of a tile
+constexpr int kTile = 64;  // keys of a block, and queries of a tile
 
 // One side of the work: keys (k or v) and the tiles of queries that they meet (q or dout), with one statistic of each
 // query (lse or delta). In panels of 64 columns: the first `kKeptPanels` of the keys are kept in registers, where a
@@ -26,7 +25,7 @@ constexpr int kRows = 64;  // keys of a block, and queries of a tile
 // shared memory.
 template <class T, int kCols, int kKeptPanels, int kSlots>
 struct Side {
-  static constexpr int kPanelBytes = tile_bytes(kRows, 64), kTileBytes = tile_bytes(kRows, kCols);
+  static constexpr int kPanelBytes = tile_bytes(kTile, 64), kTileBytes = tile_bytes(kTile, kCols);
   static constexpr int kKept = kKeptPanels < panels(kCols) ? kKeptPanels : panels(kCols), kRest = panels(kCols) - kKept;
   static constexpr int kBytes = kRest * kPanelBytes + kSlots * kTileBytes, kBarriers = 2 + 2 * kSlots;
 
@@ -46,7 +45,7 @@ struct Side {
   // A tile is there with its bytes and its statistics, and free when both warpgroups have released it.
   __device__ __forceinline__ void init() const { rest_ring.init(4), ring.init(8, 2); }
   __device__ __forceinline__ uint32 tile() const { return tiles + ring.slot() * kTileBytes; }
-  __device__ __forceinline__ float* statistic() const { return statistics + ring.slot() * kRows; }
+  __device__ __forceinline__ float* statistic() const { return statistics + ring.slot() * kTile; }
 
   // The thread that copies.
   __device__ __forceinline__ void copy_keys(const TensorMap& keys, int row, int head, int batch) {
@@ -64,7 +63,7 @@ struct Side {
     }
   }
   __device__ __forceinline__ void copy_queries(const TensorMap& queries, int row, int head, int batch) {
-    copy_tile<kRows, kCols>(tile(), queries, ring.acquire(kTileBytes), row, head, batch);
+    copy_tile<kTile, kCols>(tile(), queries, ring.acquire(kTileBytes), row, head, batch);
     ring.advance();
   }
 
@@ -110,25 +109,25 @@ struct Side {
   __device__ __forceinline__ void release() { ring.release(), ring.advance(); }
 
   // scores = keys * tile^T
-  __device__ __forceinline__ void issue_scores(Accumulator<kRows>& scores) const {
-    const uint64 first_key = row_operand<kRows>(rest, 0), first_query = row_operand<kRows>(tile(), 0);
+  __device__ __forceinline__ void issue_scores(Accumulator<kTile>& scores) const {
+    const uint64 first_key = row_operand<kTile>(rest, 0), first_query = row_operand<kTile>(tile(), 0);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kCols / 16; ++step) {
-      const uint64 queries = row_step<kRows>(first_query, step);
+      const uint64 queries = row_step<kTile>(first_query, step);
       if (step < 4 * kKept)
-        Wgmma<T, kRows>::dot_rows(scores.x, kept[step < 4 * kKept ? step : 0], queries, step > 0);
+        Wgmma<T, kTile>::dot_rows(scores.x, kept[step < 4 * kKept ? step : 0], queries, step > 0);
       else
-        Wgmma<T, kRows>::dot_rows(scores.x, row_step<kRows>(first_key, step - 4 * kKept), queries, step > 0);
+        Wgmma<T, kTile>::dot_rows(scores.x, row_step<kTile>(first_key, step - 4 * kKept), queries, step > 0);
     }
     wgmma_commit();
   }
   // sum += weights * tile
-  __device__ __forceinline__ void issue_sum(Accumulator<kCols>& sum, const uint32 (&weights)[kRows / 16][4]) const {
-    const uint64 first = column_operand<kRows>(tile(), 0);
+  __device__ __forceinline__ void issue_sum(Accumulator<kCols>& sum, const uint32 (&weights)[kTile / 16][4]) const {
+    const uint64 first = column_operand<kTile>(tile(), 0);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kRows / 16; ++step)
+    for (int step = 0; step < kTile / 16; ++step)
       Wgmma<T, kCols>::times(sum.x, weights[step], column_step(first, step));
     wgmma_commit();
   }
@@ -144,7 +143,7 @@ struct Side {
 // P^T from a warp of the one warpgroup to the same warp of the other, two tiles of 16 x 64 in flight: in 16 bits, in
 // units of 16 bytes a lane.
 struct Handover {
-  static constexpr int kBytes = 2 * 2 * kRows * kRows, kBarriers = 4 * 4;
+  static constexpr int kBytes = 2 * 2 * kTile * kTile, kBarriers = 4 * 4;
   Ring<2> ring;
   uint4* slots;
 
@@ -181,8 +180,8 @@ struct Handover {
 template <class Left, class Right, int kCols, class Weigh>
 __device__ __forceinline__ void accumulate(Left& left, Right& right, Accumulator<kCols>& sum, int tiles, uint32 zero,
                                            Weigh weigh) {
-  Accumulator<kRows> scores;
-  uint32 weights[kRows / 16][4], next[kRows / 16][4];
+  Accumulator<kTile> scores;
+  uint32 weights[kTile / 16][4], next[kTile / 16][4];
   left.take_keys();
   left.ring.wait();
   left.issue_scores(scores);
@@ -202,7 +201,7 @@ __device__ __forceinline__ void accumulate(Left& left, Right& right, Accumulator
     wgmma_wait<0>();
     right.release();
 #pragma unroll
-    for (int step = 0; step < kRows / 16; ++step)
+    for (int step = 0; step < kTile / 16; ++step)
 #pragma unroll
       for (int j = 0; j < 4; ++j) weights[step][j] = next[step][j] ^ zero;
   }
@@ -214,7 +213,7 @@ __device__ __forceinline__ void accumulate(Left& left, Right& right, Accumulator
 }
 
 template <class T, HopperKeysSpec kSpec>
-__global__ void __launch_bounds__(384, 1) hopper_keys(const __grid_constant__ HopperBackwardParams p) {
+__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_constant__ HopperBackwardParams p) {
   using Queries = Side<T, kSpec.head_dim, kSpec.kept, kSpec.slots>;
   using Douts = Side<T, kSpec.head_dim_v, kSpec.kept, kSpec.slots_dout>;
   extern __shared__ __align__(1024) char shared[];
@@ -224,7 +223,7 @@ __global__ void __launch_bounds__(384, 1) hopper_keys(const __grid_constant__ Ho
   float* const statistics = reinterpret_cast<float*>(handover_base + Handover::kBytes);
   uint64* const handover_barriers = barriers + Queries::kBarriers + Douts::kBarriers;
   Queries queries(shared_address(base), statistics, barriers);
-  Douts douts(shared_address(base) + Queries::kBytes, statistics + kSpec.slots * kRows, barriers + Queries::kBarriers);
+  Douts douts(shared_address(base) + Queries::kBytes, statistics + kSpec.slots * kTile, barriers + Queries::kBarriers);
   Handover handover(handover_base, handover_barriers);
   const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
@@ -237,12 +236,12 @@ __global__ void __launch_bounds__(384, 1) hopper_keys(const __grid_constant__ Ho
   const Band band(s);
   Works works(p.keys, s, blockIdx.x, gridDim.x, false);
   const auto tiles_of_work = [&] {  // of queries, in each head of the group
-    const int first_key = works.work.tile * kRows;
-    return query_tiles_of(band, {first_key, min(first_key + kRows, s.seqlen_k) - 1}, kRows);
+    const int first_key = works.work.tile * kTile;
+    return query_tiles_of(band, {first_key, min(first_key + kTile, s.seqlen_k) - 1}, kTile);
   };
 
   if (warpgroup == 2) {  // a thread copies for each side, and a warp adds the statistics that go with its tiles
-    give_registers<24>();
+    give_registers<kSpec.copying_registers()>();
     const int warp = warp_index() % 4;
     if (warp < 2 && lane_index() > 0) return;
     if (warp == 0) prefetch_map(p.k_map), prefetch_map(p.q_map);
@@ -251,19 +250,19 @@ __global__ void __launch_bounds__(384, 1) hopper_keys(const __grid_constant__ Ho
       const Work& work = works.work;
       const Range tiles = tiles_of_work();
       if (tiles.last < tiles.first) continue;
-      if (warp == 0) queries.copy_keys(p.k_map, work.tile * kRows, work.head, work.batch);
-      if (warp == 1) douts.copy_keys(p.v_map, work.tile * kRows, work.head, work.batch);
+      if (warp == 0) queries.copy_keys(p.k_map, work.tile * kTile, work.head, work.batch);
+      if (warp == 1) douts.copy_keys(p.v_map, work.tile * kTile, work.head, work.batch);
       if (warp == 2) queries.pass_keys();
       if (warp == 3) douts.pass_keys();
       for (int head = work.head * s.group; head < (work.head + 1) * s.group; ++head) {
         const auto lse = [&](int row) {  // of a row that is not there or sees no key: P is 0
           const float natural = row < s.seqlen_q ? p.lse.at(work.batch, head)[row * p.lse.row] : -kInfinity;
-          return natural == -kInfinity ? kInfinity : natural * kLog2E;
+          return lse_in_base_2(natural);
         };
         const auto delta = [&](int row) {
           return row < s.seqlen_q ? p.delta.at(work.batch, head)[row * p.delta.row] : 0.f;
         };
-        for (int row = tiles.first * kRows; row <= tiles.last * kRows; row += kRows) {
+        for (int row = tiles.first * kTile; row <= tiles.last * kTile; row += kTile) {
           if (warp == 0) queries.copy_queries(p.q_map, row, head, work.batch);
           if (warp == 1) douts.copy_queries(p.dout_map, row, head, work.batch);
           if (warp == 2) queries.add_statistics(row, lse);
@@ -274,30 +273,29 @@ __global__ void __launch_bounds__(384, 1) hopper_keys(const __grid_constant__ Ho
     return;
   }
 
-  take_registers<240>();
+  take_registers<kSpec.registers()>();
   const int warp_row = warp_index() % 4 * 16;  // a row of the block's 64 keys
   const uint32 zero = s.group < 0;
   if (warpgroup == 0) {  // dv
     for (; works.left(); works.next()) {
       const Work& work = works.work;
-      const int first_key = work.tile * kRows;
-      const Range tiles = tiles_of_work(), seen_by_all = queries_of_all(band, {first_key, first_key + kRows - 1});
+      const int first_key = work.tile * kTile;
+      const Range tiles = tiles_of_work(), seen_by_all = queries_of_all(band, {first_key, first_key + kTile - 1});
       Accumulator<kSpec.head_dim_v> dv;
       dv.clear();
       int tile = tiles.first;
-      const auto weigh = [&](Accumulator<kRows>& prob, uint32(&weights)[kRows / 16][4]) {
-        const int first_query = tile * kRows;
-        if (first_query < seen_by_all.first || first_query + kRows - 1 > seen_by_all.last)
-          prob.hide(first_key + warp_row, first_query, s.scale_log2 < 0.f ? kInfinity : -kInfinity,
-                    [&](int key) { return band.queries(key); });
+      const auto weigh = [&](Accumulator<kTile>& prob, uint32(&weights)[kTile / 16][4]) {
+        const int first_query = tile * kTile;
+        if (first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last)
+          prob.hide(first_key + warp_row, first_query, hidden_score(s), [&](int key) { return band.queries(key); });
 #pragma unroll
-        for (int j = 0; j < kRows / 8; ++j) {
+        for (int j = 0; j < kTile / 8; ++j) {
           const float2 lse = *reinterpret_cast<const float2*>(queries.statistic() + 8 * j + prob.col());
 #pragma unroll
           for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
         }
 #pragma unroll
-        for (int step = 0; step < kRows / 16; ++step) prob.template operand<T>(weights[step], step);
+        for (int step = 0; step < kTile / 16; ++step) prob.template operand<T>(weights[step], step);
         handover.put(weights);
         tile = tile == tiles.last ? tiles.first : tile + 1;
       };
@@ -311,10 +309,10 @@ __global__ void __launch_bounds__(384, 1) hopper_keys(const __grid_constant__ Ho
       const Range tiles = tiles_of_work();
       Accumulator<kSpec.head_dim> dk;
       dk.clear();
-      const auto weigh = [&](Accumulator<kRows>& ds, uint32(&weights)[kRows / 16][4]) {
+      const auto weigh = [&](Accumulator<kTile>& ds, uint32(&weights)[kTile / 16][4]) {
         handover.wait();
 #pragma unroll
-        for (int step = 0; step < kRows / 16; ++step) {
+        for (int step = 0; step < kTile / 16; ++step) {
           const uint4 packed = handover.get(step);
           const float2 prob[4] = {T::unpack(packed.x), T::unpack(packed.y), T::unpack(packed.z), T::unpack(packed.w)};
 #pragma unroll
@@ -335,7 +333,7 @@ __global__ void __launch_bounds__(384, 1) hopper_keys(const __grid_constant__ Ho
       if (count > 0) accumulate(douts, queries, dk, count, zero, weigh);
       dk.scale_rows(s.scale, s.scale);
       store<T, kSpec.access>(dk, head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim),
-                             work.tile * kRows + warp_row);
+                             work.tile * kTile + warp_row);
     }
   }
 }

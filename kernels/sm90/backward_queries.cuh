@@ -15,7 +15,7 @@
 namespace cupyflash {
 
 template <class T, HopperQueriesSpec kSpec>
-__global__ void __launch_bounds__(384, 1) hopper_queries(const __grid_constant__ HopperBackwardParams p) {
+__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __grid_constant__ HopperBackwardParams p) {
   constexpr int kGroups = 2, kBlockQ = 64 * kGroups, kBlockK = 64, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
   constexpr int kQBytes = tile_bytes(64, kDim), kDoutBytes = tile_bytes(64, kDimV);  // of a group
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(384, 1) hopper_queries(const __grid_constant__
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV)];
-  const uint32 q_base = (shared_address(shared) + 1023) & ~1023u, dout_base = q_base + kGroups * kQBytes;
+  const uint32 q_base = first_tile(shared), dout_base = q_base + kGroups * kQBytes;
   const uint32 k_base = dout_base + kGroups * kDoutBytes, v_base = k_base + kSlots * kKBytes;
   Ring<1> q_ring(shared_address(barriers)), dout_ring(shared_address(barriers + 2));
   Ring<kSlots> k_ring(shared_address(barriers + 4));
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(384, 1) hopper_queries(const __grid_constant__
   Works works(p.queries, s, blockIdx.x, gridDim.x, true);
 
   if (copies) {
-    give_registers<24>();
+    give_registers<kSpec.copying_registers()>();
     if (threadIdx.x % 128 > 0) return;
     prefetch_map(p.q_map), prefetch_map(p.k_map), prefetch_map(p.v_map), prefetch_map(p.dout_map);
     for (; works.left(); works.next()) {
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(384, 1) hopper_queries(const __grid_constant__
     return;
   }
 
-  take_registers<240>();
+  take_registers<kSpec.registers()>();
   const int warp_row = warp_index() % 4 * 16;  // a row of the group's 64
   const uint64 q = row_operand<64>(q_base + warpgroup * kQBytes, 0);
   const uint64 dout = row_operand<64>(dout_base + warpgroup * kDoutBytes, 0);
@@ -114,8 +114,7 @@ __global__ void __launch_bounds__(384, 1) hopper_queries(const __grid_constant__
     const int first_key = tile * kBlockK;
     const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, s.seqlen_q) - 1});
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
-      prob.hide(first_query + warp_row, first_key, s.scale_log2 < 0.f ? kInfinity : -kInfinity,
-                [&](int row) { return band.keys(row); });
+      prob.hide(first_query + warp_row, first_key, hidden_score(s), [&](int row) { return band.keys(row); });
 #pragma unroll
     for (int j = 0; j < kBlockK / 8; ++j)
 #pragma unroll
@@ -157,8 +156,7 @@ __global__ void __launch_bounds__(384, 1) hopper_queries(const __grid_constant__
       const int row = first_query + warp_row + dq.row(half);
       lse[half] = kInfinity, delta[half] = 0.f;  // of a row that is not there or sees no key: P is 0
       if (row < s.seqlen_q) {
-        const float natural = p.lse.at(work.batch, work.head)[row * p.lse.row];
-        if (natural != -kInfinity) lse[half] = natural * kLog2E;
+        lse[half] = lse_in_base_2(p.lse.at(work.batch, work.head)[row * p.lse.row]);
         delta[half] = p.delta.at(work.batch, work.head)[row * p.delta.row];
       }
     }

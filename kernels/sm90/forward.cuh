@@ -44,7 +44,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const int team = copies ? copier % kTeams : warpgroup / kGroups;
   const bool loads = copies && copier < kTeams && lane_index() == 0;
   const bool stores = kStaged && copies && copier / kTeams == 1 && lane_index() == 0;
-  const uint32 q_base = ((shared_address(shared) + 1023) & ~1023u) + team * kTeamBytes;
+  const uint32 q_base = first_tile(shared) + team * kTeamBytes;
   const uint32 base = q_base + kSpec.q_slots * kQSlot, barrier_base = shared_address(barriers + team * kBarriers);
   Ring<kSpec.slots, kCluster> ring(barrier_base);  // K and V
   Ring<kSpec.q_slots> q_ring(barrier_base + 16 * kSpec.slots);
@@ -86,12 +86,12 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         };
         const auto load_k = [&](int tile) {
           const uint32 target = base + ring.slot() * kSlot, full = ring.acquire(kKBytes);
-          copy_shared<kBlockK, kDim, kCluster>(target, p.k, full, tile * kBlockK, head_k, work.batch, rank);
+          copy_tile<kBlockK, kDim, kCluster>(target, p.k, full, tile * kBlockK, head_k, work.batch, rank);
           ring.advance();
         };
         const auto load_v = [&](int tile) {
           const uint32 target = base + ring.slot() * kSlot, full = ring.acquire(kVBytes);
-          copy_shared<kBlockK, kDimV, kCluster>(target, p.v, full, tile * kBlockK, head_k, work.batch, rank);
+          copy_tile<kBlockK, kDimV, kCluster>(target, p.v, full, tile * kBlockK, head_k, work.batch, rank);
           ring.advance();
         };
         // The scores of a tile come before the product of the one before it: K0 K1 V0 K2 V1 ...

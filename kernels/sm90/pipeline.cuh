@@ -49,16 +49,12 @@ struct Turns {
   int group, first;
 
   __device__ __forceinline__ void open() const {
-    if (kGroups > 1 && group == kGroups - 1) named_arrive(first, kMeeting);
+    if (group == kGroups - 1) named_arrive(first, kMeeting);
   }
-  __device__ __forceinline__ void wait() const {
-    if (kGroups > 1) named_sync(first + group, kMeeting);
-  }
-  __device__ __forceinline__ void pass_on() const {
-    if (kGroups > 1) named_arrive(first + (group + 1) % kGroups, kMeeting);
-  }
+  __device__ __forceinline__ void wait() const { named_sync(first + group, kMeeting); }
+  __device__ __forceinline__ void pass_on() const { named_arrive(first + (group + 1) % kGroups, kMeeting); }
   __device__ __forceinline__ void close() const {
-    if (kGroups > 1 && group == 0) named_sync(first, kMeeting);
+    if (group == 0) named_sync(first, kMeeting);
   }
 };
 

@@ -9,21 +9,20 @@ namespace cupyflash {
 // A tile in shared memory: panels of 64 columns, one after the other; a row of a panel has 128 bytes, the span of the
 // swizzle.
 constexpr int kRowBytes = 128;
+constexpr int kTileAlignment = 1024;  // eight rows, the period of the swizzle
+
+// The first address of `shared` where a tile may begin.
+__device__ __forceinline__ uint32 first_tile(const char* shared) {
+  return (shared_address(shared) + kTileAlignment - 1) & ~uint32(kTileAlignment - 1);
+}
 
 __device__ constexpr int panels(int cols) { return (cols + 63) / 64; }
 __device__ constexpr int tile_bytes(int rows, int cols) { return panels(cols) * rows * kRowBytes; }
 
-template <int kRows, int kCols>
+// In a cluster each block copies its part of the rows to all.
+template <int kRows, int kCols, int kCluster = 1>
 __device__ __forceinline__ void copy_tile(uint32 target, const TensorMap& map, uint32 full, int row, int head,
-                                          int batch) {
-#pragma unroll
-  for (int i = 0; i < panels(kCols); ++i) copy_box(target + i * kRows * kRowBytes, map, full, 64 * i, row, head, batch);
-}
-
-// The same for all blocks of a cluster: each copies its part of the rows to all.
-template <int kRows, int kCols, int kCluster>
-__device__ __forceinline__ void copy_shared(uint32 target, const TensorMap& map, uint32 full, int row, int head,
-                                            int batch, int rank) {
+                                          int batch, int rank = 0) {
   constexpr int kPart = kRows / kCluster;
 #pragma unroll
   for (int i = 0; i < panels(kCols); ++i) {
