@@ -79,20 +79,21 @@ def caption(result):
 
 
 def means(rows):
-    """A line of geometric means: the default path over the best peer, the portable one over FlashAttention-2."""
-    found = []
-    for which in TITLES:
+    """Lines of geometric means: the default path over the best peer, the portable one over FlashAttention-2."""
+    lines = []
+    for dtype, which in dict.fromkeys(key[:2] for key in rows):
+        own = {key: row for key, row in rows.items() if key[:2] == (dtype, which)}
+        known = peers_of(own)
         comparisons = (
-            ("cupyflash", "the default path", peers_of(rows), "the best peer"),
-            ("cupyflash-sm80", "the portable path", ["fa2"], PEERS["fa2"]),
+            ("cupyflash", f"the best of {', '.join(PEERS.get(name, name) for name in known)}", known),
+            ("cupyflash-sm80", f"{PEERS['fa2']}, the portable kernels", ["fa2"]),
         )
-        for ours, path, peers, rivals in comparisons:
-            sizes = [rate for key, row in rows.items() if key[1] == which for rate in row.values()]
-            ratios = [ratio for rate in sizes if (ratio := over(rate, ours, peers))]
+        for ours, rivals, peers in comparisons:
+            ratios = [ratio for row in own.values() for rate in row.values() if (ratio := over(rate, ours, peers))]
             if ratios:
                 mean = statistics.geometric_mean(ratios)
-                found.append(f"{TITLES[which]}, {path} over {rivals} {mean:.2f} (worst {min(ratios):.2f})")
-    return f"Geometric means over all sizes: {'; '.join(found)}." if found else "cupyflash was not measured."
+                lines.append(f"* {TITLES[which]}, {dtype}, over {rivals}: {mean:.2f}, worst {min(ratios):.2f}")
+    return "Geometric means over all sizes:\n\n" + "\n".join(lines) if lines else "cupyflash was not measured."
 
 
 def write(result, readme):

@@ -354,6 +354,9 @@ def has_all(cell, names):
 
 def main():
     options = parse_arguments()
+    if not torch.cuda.is_available():
+        print("side_by_side.py needs a CUDA GPU; PyTorch finds none", file=sys.stderr)
+        sys.exit(2)
     implementations = {name: PEERS[name] for name in options.peers}
     implementations |= {"cupyflash" if path == "default" else f"cupyflash-{path}": ours(path) for path in options.paths}
     start = time.perf_counter()

@@ -7,6 +7,7 @@ exponentials, and shared memory.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from . import checks, choose, counts, interop
@@ -54,6 +55,12 @@ class Device:
     exp: float
     source: str = "given"
 
+    def __post_init__(self):
+        for name in ("matmul", "memory", "exp"):
+            figure = getattr(self, name)
+            if not 0 < figure < math.inf:
+                raise ValueError(f"{name} is {figure!r}; allowed: a positive finite number, a second")
+
     @property
     def shared(self) -> float:
         """Bytes to and from shared memory a second."""
@@ -74,6 +81,15 @@ DEVICES = {
     for name, (capability, tflops, tbytes, sms, ghz) in _PUBLISHED.items()
 }
 FALLBACK = "H200"
+# What the driver calls those cards: others with such a name in theirs (PCIe, NVL, Ti, laptops) have other figures.
+REPORTED = {
+    "NVIDIA A100-SXM4-80GB": "A100",
+    "NVIDIA H100 80GB HBM3": "H100",
+    "NVIDIA H200": "H200",
+    "NVIDIA GeForce RTX 3090": "RTX 3090",
+    "NVIDIA GeForce RTX 4090": "RTX 4090",
+    "NVIDIA L40S": "L40S",
+}
 
 
 @dataclass(frozen=True)
@@ -220,6 +236,11 @@ def _problem(q, k, v, causal, window) -> Problem:
     if isinstance(q, Problem):
         if k is not None or v is not None or causal is not False or window is not None:
             raise TypeError("q is a Problem; allowed beside it: device and measure")
+        if q.dtype not in ("float16", "bfloat16") or max(q.head_dim, q.head_dim_v) > 256:
+            raise NotImplementedError(
+                f"q is a Problem of {q.dtype} with head_dim {q.head_dim} and {q.head_dim_v}; allowed: float16 and "
+                "bfloat16, up to 256"
+            )
         return q
     options = checks.options(causal, window, None)
     arrays = {"q": q, "k": k, "v": v}
@@ -233,8 +254,7 @@ def _device(device) -> Device:
         found = device
     elif device is None:
         name = _name_here()
-        # The PCIe cards of one name have other figures than the published ones here.
-        found = DEVICES.get(next((n for n in DEVICES if n in name and "PCI" not in name), "") if name else FALLBACK)
+        found = DEVICES.get(REPORTED.get(name, "") if name else FALLBACK)
     else:
         found = DEVICES.get(device)
     if found is None:

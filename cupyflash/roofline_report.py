@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -107,22 +109,40 @@ def plot(found: Roofline, path) -> None:
     plt.close(figure)
 
 
+def count(text: str) -> int:
+    """A positive number of something, from the command line."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    """A positive finite number, from the command line."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive finite number")
+    return value
+
+
 def add_arguments(parser) -> None:
     """Add the options of the command."""
     for name, default in (("batch", 4), ("seqlen", 4096), ("heads", 16), ("head-dim", 128)):
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default: {default}")
-    parser.add_argument("--seqlen-k", type=int, metavar="N", help="keys; default: as many as queries")
+        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"default: {default}")
+    parser.add_argument("--seqlen-k", type=count, metavar="N", help="keys; default: as many as queries")
     parser.add_argument(
-        "--heads-k", type=int, metavar="N", help="heads of the keys; default: as many as of the queries"
+        "--heads-k", type=count, metavar="N", help="heads of the keys; default: as many as of the queries"
     )
-    parser.add_argument("--head-dim-v", type=int, metavar="N", help="of the values; default: that of the keys")
+    parser.add_argument("--head-dim-v", type=count, metavar="N", help="of the values; default: that of the keys")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="-1: no limit on that side")
     parser.add_argument("--device", choices=DEVICES, help="published figures of this GPU instead of the one here")
-    parser.add_argument("--matmul", type=float, metavar="TFLOP/s", help="your own figure instead, like 786")
-    parser.add_argument("--memory", type=float, metavar="TB/s", help="the same")
-    parser.add_argument("--exp", type=float, metavar="T/s", help="the same, exponentials")
+    parser.add_argument("--matmul", type=rate, metavar="TFLOP/s", help="your own figure instead, like 786")
+    parser.add_argument("--memory", type=rate, metavar="TB/s", help="the same")
+    parser.add_argument("--exp", type=rate, metavar="T/s", help="the same, exponentials")
     parser.add_argument("--measure", action="store_true", help="measure ceilings and both passes on the GPU here")
     parser.add_argument("--plot", metavar="FILE", help='draw the roofline; needs the extra "plot"')
 
@@ -134,9 +154,13 @@ def command(options) -> int:
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         print(f"roofline: {error}", file=sys.stderr)
         return 2
-    if options.plot:
-        found.plot(options.plot)
     print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    if options.plot:
+        try:
+            found.plot(options.plot)
+        except (OSError, ValueError) as error:  # of the folder, of the suffix
+            print(f"roofline: --plot {options.plot}: {error}", file=sys.stderr)
+            return 2
     return 0
 
 
@@ -153,7 +177,8 @@ def _find(options) -> Roofline:
     masks = {"causal": options.causal}
     if options.window:
         masks["window"] = tuple(None if side == -1 else side for side in options.window)
-    figures = {name: getattr(options, name) for name in ("matmul", "memory", "exp") if getattr(options, name)}
+    figures = {name: getattr(options, name) for name in ("matmul", "memory", "exp")}
+    figures = {name: figure for name, figure in figures.items() if figure is not None}
     if options.measure and (figures or options.device):
         raise ValueError("--measure finds the figures of the GPU here; leave out --device, --matmul, --memory, --exp")
     if options.measure:

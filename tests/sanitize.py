@@ -1,4 +1,4 @@
-"""Small calls of every kernel, for compute-sanitizer; prints how many ran.
+"""Small calls of every kernel template, for compute-sanitizer; prints how many ran.
 
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
     compute-sanitizer --tool synccheck --error-exitcode 1 python tests/sanitize.py
@@ -29,6 +29,7 @@ from cupyflash.choose import PATHS
 SHAPES = (
     (200, 200, 2, 2, 64, 64),
     (130, 259, 4, 2, 128, 128),
+    (130, 600, 2, 1, 128, 128),  # beyond choose.SPLIT
     (65, 140, 2, 1, 256, 256),
     (70, 33, 2, 1, 192, 128),
     (5, 300, 8, 1, 96, 40),

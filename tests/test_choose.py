@@ -148,10 +148,6 @@ def test_every_head_dim_fits_on_hopper(mask):
         assert spec.head_dim_v == min(n for n in choose.HOPPER_DIMS_V if n >= dv)
 
 
-def tiling_of(spec):
-    return spec.block_k, spec.cluster, spec.teams, spec.groups, spec.q_slots, spec.slots, spec.ping_pong
-
-
 def test_the_tilings_of_hopper():
     limits = sorted(choose.HOPPER_FORWARD)
     for limit, (d, dv), mask in product(limits, ((1, 1), (1, 0), (0, 1)), MASKS):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from itertools import product
 
 import ml_dtypes
@@ -261,7 +262,6 @@ def test_table_and_json():
 @pytest.mark.parametrize("measured", [None, 1e-3])
 def test_plot(tmp_path, measured):
     pytest.importorskip("matplotlib")
-    from dataclasses import replace
 
     found = cupyflash.roofline(problem(), device="H200")
     found = replace(found, estimates=tuple(replace(one, measured=measured) for one in found.estimates))
@@ -286,14 +286,47 @@ def test_command(capsys):
     [
         (["--heads-k", "3"], "multiple of the heads of k"),
         (["--head-dim", "257"], "head_dim 257"),
-        (["--batch", "0"], "nothing to compute"),
+        (["--batch", "0"], "'0' is no positive integer"),
+        (["--seqlen", "-1"], "'-1' is no positive integer"),
         (["--measure", "--memory", "3"], "leave out"),
+        *((["--memory", text], f"'{text}' is no positive finite number") for text in ("0", "-3", "nan", "inf", "x")),
     ],
 )
 def test_command_refuses(arguments, words, capsys):
-    assert main(["roofline", "--device", "H100", *arguments]) == 2
+    try:
+        code = main(["roofline", "--device", "H100", *arguments])
+    except SystemExit as exit:  # argparse's own
+        code = exit.code
     printed = capsys.readouterr()
-    assert words in printed.err and not printed.out
+    assert code == 2 and words in printed.err and not printed.out
+
+
+def test_a_plot_that_cannot_be_written_costs_no_table(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    for file in (tmp_path / "nowhere" / "x.png", tmp_path / "x.foo"):
+        assert main(["roofline", "--device", "H100", "--plot", str(file)]) == 2
+        printed = capsys.readouterr()
+        assert "sm80 backward" in printed.out and f"--plot {file}: " in printed.err
+
+
+@pytest.mark.parametrize("figure", [0, -1, float("nan"), float("inf")])
+def test_figures_of_a_device(figure):
+    with pytest.raises(ValueError, match="memory is .*; allowed: a positive finite number"):
+        Device("mine", 90, 1e12, figure, 1e12)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 NVL", "NVIDIA H100 PCIe"])
+def test_cards_with_other_figures_are_not_known(monkeypatch, name):
+    module = sys.modules["cupyflash.roofline"]
+    monkeypatch.setattr(module, "_name_here", lambda: name)
+    with pytest.raises(ValueError, match=f"device is {name}, whose figures are not known"):
+        cupyflash.roofline(problem())
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"head_dim": 300}])
+def test_problems_that_no_kernel_takes(changes):
+    with pytest.raises(NotImplementedError, match="q is a Problem of .*; allowed: float16 and bfloat16, up to 256"):
+        cupyflash.roofline(replace(problem(), **changes), device="H100")
 
 
 def test_command_without_matplotlib(monkeypatch, capsys):
