@@ -55,8 +55,9 @@ FORWARD = {
 FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
 
 # Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
-# SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, bfloat16,
-# lengths 512 / 1024 / 4096 / 16384, full then causal:
+# SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, timed by
+# events beside it alone (benchmarks/side_by_side.json has less), bfloat16, lengths 512 / 1024 / 4096 / 16384, full then
+# causal:
 #    64: 1.08 1.10 1.17 1.23, 1.14 1.12 1.14 1.18    96: 1.05 1.12 1.31 1.33, 1.08 1.12 1.39 1.42
 #   128: 1.01 1.04 1.10 1.12, 1.05 1.13 1.22 1.23   192: 1.10 1.19 1.27 1.24, 1.16 1.20 1.34 1.37
 #   256: 1.04 1.12 1.19 1.19, 1.02 1.16 1.25 1.34
@@ -82,7 +83,7 @@ HOPPER_FORWARD = {
     256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
 SHORT = 1024
-HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulator of out
+HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
 # head_dim up to:
 # (block_q, block_k, warps, score_warps_k, grad_warps_k, dq_warps_q, stages, blocks_per_sm), ...
@@ -95,18 +96,18 @@ BACKWARD = {
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 
-# Hopper, head_dim up to: (block_q, groups, stages, key_slots, early). Relative to the fastest of cuDNN 9.19 and
-# FlashAttention-2 to -4, bfloat16, lengths 512 / 1024 / 4096 / 16384, full then causal (128 at 512: split):
-#    64: 1.13 1.09 1.14 1.04, 1.06 1.11 1.14 1.10   128: 1.04 0.99 0.97 0.99, 1.16 0.98 1.03 1.02
-# Tried, in TFLOP/s at lengths 512 / 4096 / 16384, full mask, where the fastest peer has 313 / 449 / 513 at 64 and 336 /
-# 561 / 618 at 128:
+# Hopper, head_dim up to: (block_q, groups, stages, key_slots, early). Relative to cuDNN 9.19, timed in the same way, at
+# the same lengths (128 at 512: split):
+#    64: 1.41 1.31 1.35 1.16, 1.36 1.43 1.44 1.33   128: 1.13 1.10 1.10 1.19, 1.31 1.12 1.21 1.17
+# Tried, in TFLOP/s at lengths 512 / 4096 / 16384, full mask, where cuDNN had 246 / 379 / 440 at 64 and 308 / 492 / 515
+# at 128; figures of another run are marked by what the two that own the keys, without turns, had there:
 #   the first S of the next keys issued late     64: 312 / 479 / 514 instead of 348 / 510 / 510; 128: 334 / 542 / 611,
 #   (key_slots 1)                                where it is better: with two, 342 / 536 / 569
 #   no turns at the tensor cores                 64: 355 / 503 / 509, 128: 338 / 498 / 529
 #   3 stages                                     64: 298 / 464 / 481, 128: 331 / 534 / 558
-#   dq in a third warpgroup                      64: 260 / 403 / 419
-#   a small dq sum that idle warps convert       64: 174 / 486 / 540, 128: 175 / 469 / 555: at short lengths the blocks
-#   while others add to it                       wait for places in it
+#   dq in a third warpgroup                      64: 260 / 403 / 419, where others had 244 / 448 / 494
+#   a small dq sum that idle warps convert       64: 174 / 486 / 540, 128: 175 / 469 / 555, where others had 319 / 528 /
+#   while others add to it                       595: at short lengths the blocks wait for places in it
 #   dq added by the copy engine                  64: 173 / 353 / 391
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
@@ -116,9 +117,8 @@ HOPPER_BACKWARD = {64: (128, 2, 2, 2, False), 128: (64, 2, 2, 1, True)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 
 # Hopper, where the backward is split, head_dim up to: (kept, slots, slots_dout) of the kernel of dk and dv, (slots,
-# slots_v) of that of dq. Relative to the fastest of cuDNN 9.19 and FlashAttention-2 to -4 (192: cuDNN alone), bfloat16,
-# lengths 512 / 1024 / 4096 / 16384, full then causal:
-#   192: 1.71 1.83 1.58 1.83, 1.77 1.75 1.76 1.75   256: 1.42 1.44 1.42 1.58, 1.40 1.41 1.39 1.43
+# slots_v) of that of dq. Relative to cuDNN 9.19, timed in the same way, at the same lengths:
+#   192: 1.71 1.83 1.58 1.83, 1.77 1.75 1.76 1.75   256: 1.57 1.57 1.49 1.62, 1.58 1.58 1.54 1.49
 # Tried at both:
 #   the sum issued before the next scores            0.96 at 512, 0.85 from 4096 on (dk and dv)
 #   all of k and v in shared memory, 2 tiles of q    0.93 to 1.01 (dk and dv)
@@ -198,7 +198,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
     `access` is that of out alone, which is written in 16, 4 or 2 bytes at once.
     """
-    access = 16 if access == 16 and not float32_out else min(access, 4)
+    access = 4 if float32_out else 16 if access == 16 else min(access, 4)  # float32 goes out element by element
     d = round_up(problem.head_dim, 16)
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
     row = HOPPER_FORWARD[min(limit for limit in HOPPER_FORWARD if limit >= max(d, dv))]
@@ -232,7 +232,10 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 
 
 def split(problem: Problem, deterministic: bool) -> bool:
-    """Whether Hopper computes dq in a kernel of its own: its sum in memory would cost more than two more products."""
+    """Whether Hopper computes dq in a kernel of its own, with two more products.
+
+    They cost less than a sum in memory, or than blocks that wait for each other to add to it in a fixed order.
+    """
     width = max(problem.head_dim, problem.head_dim_v)
     return width > 128 or width > 64 and (deterministic or problem.seqlen_k <= SPLIT)
 

@@ -69,7 +69,7 @@ class HopperForwardSpec(Spec):
     @property
     def staged(self) -> bool:
         """Whether out leaves through shared memory and the copy engine."""
-        return self.access == 16 and not self.float32_out
+        return self.access == 16
 
     @property
     def block_q(self) -> int:

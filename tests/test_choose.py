@@ -255,7 +255,7 @@ def test_kernel_before_the_split_backward():
 @pytest.mark.parametrize("float32_out", [False, True])
 def test_options_of_hopper(access, stored, float32_out):
     spec = hopper(64, access=access, float32_out=float32_out).spec
-    assert (spec.access, spec.float32_out) == (min(stored, 4) if float32_out else stored, float32_out)
+    assert (spec.access, spec.float32_out) == (4 if float32_out else stored, float32_out)
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])

@@ -200,6 +200,19 @@ def test_layouts_that_take_the_portable_path(paths_of_a_call, head_dim, layout):
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("layout", tools.LAYOUTS)
+def test_layouts_of_out_take_the_path(paths_of_a_call, layout):
+    """What the copy engine cannot write, the warps do."""
+    x = tools.inputs(BFLOAT16, 70, 65, heads_q=4, heads_k=2)
+    guarded = tools.Guarded(BFLOAT16, x.q.shape, x.q.dtype, tools.LAYOUTS[layout])
+    results, taken = paths_of_a_call("sm90", *x.qkv, out=guarded.array)
+    assert taken == ["sm90"]
+    tools.assert_close("out", BFLOAT16.host(results["out"]), *tools.expectation(BFLOAT16, *x.qkv)["out"])
+    guarded.check()
+
+
+@pytest.mark.gpu
+@hopper
 @pytest.mark.parametrize("head_dim", [64, 192])
 @pytest.mark.parametrize("scale", [None, 0.3, 0.0, -0.0, -0.3])
 def test_every_scale_takes_the_path(paths_of_a_call, scale, head_dim):

@@ -8,6 +8,7 @@ import tools
 from tools import check, inputs
 
 import cupyflash
+from cupyflash import checks
 
 
 @pytest.mark.parametrize("seqlen_k", [37, 200])
@@ -170,6 +171,12 @@ def test_nan_in_a_visible_key(backend):
     out, lse = cupyflash.attention(*x.qkv, return_lse=True)
     assert np.isnan(backend.host(out)[:, :, 0]).all() and np.isnan(backend.host(lse)[:, 0]).all()
     assert np.isfinite(backend.host(out)[:, :, 1]).all()
+
+
+def test_negative_zero_is_no_negative_scale():
+    """Plans are kept by value, and -0.0 equals 0.0; the kernels look at the sign."""
+    *_, scale = checks.options(False, None, -0.0)
+    assert scale == 0 and math.copysign(1, scale) == 1
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, -0.2, 1.0, 1e-4, -1, 2.5])

@@ -22,13 +22,13 @@ struct HopperForwardSpec {
   int cluster;  // blocks that share the tiles of K and V
   int teams;    // each computes tiles of its own
   int groups;   // warpgroups of a team, 64 rows each
-  int q_slots;  // tiles of Q, 64 rows each, in flight; each is the place of its out later
-  int slots;    // tiles of K and V in flight
+  int q_slots;  // tiles of Q, 64 rows each, in flight; if staged, each is the place of its out later
+  int slots;    // tiles of K or V in flight, of a team
   bool packed;  // the rows of a tile are those of all heads that share a key head, query by query
   bool float32_out;
   int access;  // of the stores of out; 16: by the copy engine
 
-  __device__ constexpr bool staged() const { return access == 16 && !float32_out; }
+  __device__ constexpr bool staged() const { return access == 16; }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
   __device__ constexpr int threads() const { return 128 * (teams * groups + 1); }
   __device__ constexpr int registers() const { return teams * groups == 2 ? 232 : teams * groups == 3 ? 160 : 112; }

@@ -1,5 +1,5 @@
-// A ring of tiles in shared memory between the copy engine and the warpgroups: a tile is full when its bytes have
-// landed, and empty again when every consumer warp has released it.
+// A ring of slots in shared memory between roles: a slot is full when all that `init` counts have arrived, threads or
+// announced copies, and empty again after as many releases. And the turns of warpgroups at the tensor cores.
 #pragma once
 
 #include "sm90/ptx.cuh"
