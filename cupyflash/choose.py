@@ -250,15 +250,8 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
     block_q, groups, stages, key_slots, early = HOPPER_BACKWARD[d]
-    if access < 16:
-        key_slots, early = 1, True  # the narrow stores have no registers for what goes on meanwhile
     spec = HopperBackwardSpec(d, dv, block_q, groups, stages, key_slots, early, deterministic, access)
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
-
-
-def rotated(problem: Problem, deterministic: bool) -> bool:
-    """Whether the tiles of keys of a head begin with different queries, so that they add to dq at different places."""
-    return not problem.banded and not deterministic
 
 
 @functools.lru_cache(maxsize=1024)

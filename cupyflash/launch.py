@@ -379,8 +379,9 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dls
     most = _attribute(device, "MultiProcessorCount")
     # Deterministic blocks take one tile after the other; they must not pair those that others wait for.
     params["keys"], runs = _order(problem, problem.heads_k, tiles, MAX_BLOCKS if deterministic else most)
-    params["rotated"] = choose.rotated(problem, deterministic)
-    params["sizes"] = _sizes(problem, _backward_section(problem))
+    # Deterministic and rotated, the blocks of a head wait for one another: all must run at once, head after head.
+    rotated = params["rotated"] = not problem.banded and (not deterministic or tiles <= most)
+    params["sizes"] = _sizes(problem, 1 if deterministic and rotated else _backward_section(problem))
     _fill_backward(params, problem, arrays, lse, dlse)
     launches = (
         _launch_before(problem, before),
@@ -388,7 +389,7 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dls
         _launch_after(problem, choose.after_backward(main)),
     )
     sum_size = _dq_sum_size(problem, spec)
-    turns = 1 + sum_size // (16 * 64) if deterministic else 0  # a warp adds to 16 x 64 of dq
+    turns = 1 + pairs_q * -(-problem.seqlen_q // 16) if deterministic else 0
     return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * 2 * _statistic_rows(problem), sum_size, turns))
 
 

@@ -62,7 +62,7 @@ struct BackwardParams {
       delta;      // or packed, for sm90/backward.cuh: (batch * heads_q, statistic_rows / 16, 2, 16), see `statistic_of`
   float* dq_sum;  // (batch * heads_q, 16-row blocks, 8-column blocks, 128): accumulator fragments
   uint32* turn;   // deterministic: work counter, then one counter for each (batch, head, query tile), or for sm90
-                  // for each part of dq that one warp adds to
+                  // for each (batch, head, 16-row block), of which each tile uses its first
   Sizes sizes;
 };
 

@@ -20,32 +20,36 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) top[t][half] = -kInfinity, sum[t][half] = 0.f;
   }
 
-  // Raises top where scores exceed it; whether any row of the warp did. Then out lags behind until `rescale`.
+  // Raises top where scores exceed it; whether any row of the warp did. Then out lags behind until `rescale`. Rarely
+  // does any: then no lane need know the maximum of a whole row, only that its own columns do not exceed top.
   template <int kCols>
   __device__ __forceinline__ bool raise(const Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
-    float next[kRowTiles][2];
+    float highest[kRowTiles][2];
     bool grew = false;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float m = scores[t].x[0][2 * half];
+        float& m = highest[t][half];
 #pragma unroll
-        for (int j = 0; j < kCols / 8; ++j) m = fmaxf(fmaxf(m, scores[t].x[j][2 * half]), scores[t].x[j][2 * half + 1]);
-        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 1));
-        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 2));
-        const bool exceeds = (m - top[t][half]) * scale_log2 > kSlack;  // also where the row had no key so far
-        next[t][half] = exceeds ? m : top[t][half];
-        grew |= exceeds;
+        for (int j = 0; j < kCols / 8; ++j) {
+          const float pair = fmaxf(scores[t].x[j][2 * half], scores[t].x[j][2 * half + 1]);
+          m = j == 0 ? pair : fmaxf(m, pair);  // of two instructions only one waits for the last one
+        }
+        grew |= exceeds(m, top[t][half], scale_log2);
       }
     if (!__any_sync(kFullWarp, grew)) return false;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        factor[t][half] = next[t][half] == top[t][half] ? 1.f : exp2f((top[t][half] - next[t][half]) * scale_log2);
+        float m = highest[t][half], &old = top[t][half];
+        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 2));
+        const float next = exceeds(m, old, scale_log2) ? m : old;
+        factor[t][half] = next == old ? 1.f : exp2f((old - next) * scale_log2);
         sum[t][half] *= factor[t][half];
-        top[t][half] = next[t][half];
+        old = next;
       }
     return true;
   }
@@ -61,16 +65,15 @@ struct OnlineSoftmax {
   template <int kCols>
   __device__ __forceinline__ void exponentiate(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
     float base[kRowTiles][2];
-    bool large = false;
+    bool special = false;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // -inf - -inf would be NaN: a row without keys so far is relative to 0.
-        base[t][half] = top[t][half] == -kInfinity ? 0.f : top[t][half] * scale_log2;
-        large |= fabsf(base[t][half]) > kExact;
+        base[t][half] = top[t][half] * scale_log2;
+        special |= fabsf(base[t][half]) > kExact;
       }
-    if (__any_sync(kFullWarp, large)) subtract_first(scores, base);
+    if (__any_sync(kFullWarp, special)) subtract_first(scores, base);
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
@@ -95,15 +98,21 @@ struct OnlineSoftmax {
  private:
   float factor[kRowTiles][2];  // of the last raise
 
-  // For huge scores: score - top is exact where score * scale - top * scale is not.
+  __device__ __forceinline__ static bool exceeds(float score, float top, float scale_log2) {
+    return (score - top) * scale_log2 > kSlack;  // also where the row had no key so far
+  }
+
+  // For huge scores: score - top is exact where score * scale - top * scale is not. A row without keys so far is
+  // relative to 0: -inf - -inf would be NaN.
   template <int kCols>
-  __device__ __forceinline__ void subtract_first(Accumulator<kCols> (&scores)[kRowTiles], float (&base)[kRowTiles][2]) {
+  __device__ __forceinline__ void subtract_first(Accumulator<kCols> (&scores)[kRowTiles],
+                                                 float (&base)[kRowTiles][2]) const {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (!(fabsf(base[t][half]) > kExact)) continue;
-        const float origin = top[t][half];
+        const float origin = top[t][half] == -kInfinity ? 0.f : top[t][half];
         base[t][half] = 0.f;
 #pragma unroll
         for (int j = 0; j < kCols / 8; ++j) scores[t].x[j][2 * half] -= origin, scores[t].x[j][2 * half + 1] -= origin;

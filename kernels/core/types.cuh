@@ -12,8 +12,13 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr uint32 kFullWarp = 0xffffffffu;
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
-// The shuffle tells the compiler that the index is the same in the whole warp.
-__device__ __forceinline__ int warp_index() { return __shfl_sync(kFullWarp, threadIdx.x / 32, 0); }
+// Tells the compiler that a value is the same in the whole warp: it may keep it, and what follows from it, in uniform
+// registers, where the descriptors of wgmma must be.
+template <class T>
+__device__ __forceinline__ T same_in_warp(T value) {
+  return __shfl_sync(kFullWarp, value, 0);
+}
+__device__ __forceinline__ int warp_index() { return same_in_warp(threadIdx.x / 32); }
 
 // The same value, of unknown origin: what depends on it is computed where it is used, not kept in registers for a loop.
 template <class T>

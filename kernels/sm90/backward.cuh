@@ -36,10 +36,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   __syncthreads();
 
   const Sizes& s = p.sizes;
-  const int role = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
+  const int role = same_in_warp(threadIdx.x / 128);
   if (role == 0) {
     give_registers<kSpec.copying_registers()>();
     if (warp_index() == 0) copy_tiles<kSpec>(p, tiles);
+    if constexpr (kSpec.deterministic)
+      if (threadIdx.x == 32) keep_order<kSpec>(p, tiles);
     return;
   }
 
@@ -54,79 +56,80 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   Accumulator<kDqCols> dq;
   uint32 prob_operand[kBlockQ / 16][4], ds_operand[kBlockQ / 16][4];
   dk.clear(), dv.clear();
+  // Of the present tile, read a tile ahead: shared memory answers late, behind what is being added to dq.
+  int flags, flags_before = 0;
+  uint32 part, part_before = kNone;  // of dq_sum: where this warp adds
+  float4 lse[kBlockQ / 16];
+  constexpr bool kReadsAhead = kSpec.access == 16;  // the narrow stores have no registers left for lse
 
   // All rings of queries count alike. `ahead` is 1 for the next tile, -1 for the one before.
   const auto issue_scores = [&](int ahead, int keys_ahead) {  // S^T = k q^T
-    const uint64 q = row_operand<kBlockQ>(tiles.q + tiles.queries().slot(ahead) * Tiles::kQBytes, 0);
-    const uint64 k =
-        row_operand<kBlockK>(tiles.k + tiles.keys().slot(keys_ahead) * Tiles::kKBytes + group * 64 * kRowBytes, 0);
+    const RowOperand<kBlockQ> q(tiles.q + tiles.queries().slot(ahead) * Tiles::kQBytes);
+    const RowOperand<kBlockK> k(tiles.k + tiles.keys().slot(keys_ahead) * Tiles::kKBytes + group * 64 * kRowBytes);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kDim / 16; ++step)
-      Wgmma<T, kBlockQ>::dot_rows(prob.x, row_step<kBlockK>(k, step), row_step<kBlockQ>(q, step), step > 0);
+    for (int step = 0; step < kDim / 16; ++step) Wgmma<T, kBlockQ>::dot_rows(prob.x, k[step], q[step], step > 0);
     wgmma_commit();
   };
   const auto issue_ds = [&](int ahead, int keys_ahead) {  // dP^T = v dout^T
-    const uint64 dout = row_operand<kBlockQ>(tiles.dout + tiles.queries().slot(ahead) * Tiles::kDoutBytes, 0);
-    const uint64 v =
-        row_operand<kBlockK>(tiles.v + tiles.keys().slot(keys_ahead) * Tiles::kVBytes + group * 64 * kRowBytes, 0);
+    const RowOperand<kBlockQ> dout(tiles.dout + tiles.queries().slot(ahead) * Tiles::kDoutBytes);
+    const RowOperand<kBlockK> v(tiles.v + tiles.keys().slot(keys_ahead) * Tiles::kVBytes + group * 64 * kRowBytes);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kDimV / 16; ++step)
-      Wgmma<T, kBlockQ>::dot_rows(ds.x, row_step<kBlockK>(v, step), row_step<kBlockQ>(dout, step), step > 0);
+    for (int step = 0; step < kDimV / 16; ++step) Wgmma<T, kBlockQ>::dot_rows(ds.x, v[step], dout[step], step > 0);
     wgmma_commit();
   };
   const auto issue_dv = [&] {  // dv += P^T dout
-    const uint64 dout = column_operand<kBlockQ>(tiles.dout + tiles.queries().slot() * Tiles::kDoutBytes, 0);
+    const ColumnOperand<kBlockQ> dout(tiles.dout + tiles.queries().slot() * Tiles::kDoutBytes);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlockQ / 16; ++step)
-      Wgmma<T, kDimV>::times(dv.x, prob_operand[step], column_step(dout, step));
+    for (int step = 0; step < kBlockQ / 16; ++step) Wgmma<T, kDimV>::times(dv.x, prob_operand[step], dout[step]);
     wgmma_commit();
   };
   const auto issue_dk = [&] {  // dk += dS^T q
-    const uint64 q = column_operand<kBlockQ>(tiles.q + tiles.queries().slot() * Tiles::kQBytes, 0);
+    const ColumnOperand<kBlockQ> q(tiles.q + tiles.queries().slot() * Tiles::kQBytes);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlockQ / 16; ++step) Wgmma<T, kDim>::times(dk.x, ds_operand[step], column_step(q, step));
+    for (int step = 0; step < kBlockQ / 16; ++step) Wgmma<T, kDim>::times(dk.x, ds_operand[step], q[step]);
     wgmma_commit();
   };
   const auto issue_dq = [&](int ahead, int keys_ahead) {  // dq = dS k
-    const uint64 left = column_operand<kBlockK>(
-        tiles.ds + tiles.ds_ring().slot(ahead) * Tiles::kDsBytes + (kByQueries ? group * kBlockK * kRowBytes : 0), 0);
-    const uint64 right = column_operand<kBlockK>(
-        tiles.k + tiles.keys().slot(keys_ahead) * Tiles::kKBytes + (kByQueries ? 0 : group * kBlockK * kRowBytes), 0);
+    const ColumnOperand<kBlockK> left(tiles.ds + tiles.ds_ring().slot(ahead) * Tiles::kDsBytes +
+                                      (kByQueries ? group * kBlockK * kRowBytes : 0));
+    const ColumnOperand<kBlockK> right(tiles.k + tiles.keys().slot(keys_ahead) * Tiles::kKBytes +
+                                       (kByQueries ? 0 : group * kBlockK * kRowBytes));
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockK / 16; ++step)
-      Wgmma<T, kDqCols>::transposed_times(dq.x, column_step(left, step), column_step(right, step), step > 0);
+      Wgmma<T, kDqCols>::transposed_times(dq.x, left[step], right[step], step > 0);
     wgmma_commit();
   };
 
-  // dq is that of the tile before. Deterministic: each part of it has a counter of the tiles of keys that were added.
-  const auto part_of = [&](const Job& job) {
+  const auto statistics = [&](int ahead) {  // lse of two queries and two more, four times; then delta
+    return reinterpret_cast<const float4*>(
+               shared +
+               (tiles.statistics + tiles.queries().slot(ahead) * Tiles::kStatisticBytes - shared_address(shared))) +
+           lane_index() % 4;
+  };
+  const auto read_job = [&](int ahead) {
+    const Job& job = tiles.job(ahead);
     const int block = (kByQueries ? 4 * group : 0) + warp_row() / 16;
-    if (block >= job.blocks) return kNone;
-    return (job.block + block) * (kByQueries ? 1 : kGroups) + (kByQueries ? 0 : group);
+    flags_before = flags, part_before = part;
+    flags = job.flags;
+    part = block < job.blocks ? (job.block + block) * (kByQueries ? 1 : kGroups) + (kByQueries ? 0 : group) : kNone;
   };
-  const auto add_dq = [&](const Job& job) {
-    const uint32 part = part_of(job);
-    if (part == kNone) return;
-    if constexpr (kSpec.deterministic) {
-      if (lane_index() == 0)
-        while (load_acquire(p.turn + 1 + part) < job.before) __nanosleep(20);
-      __syncwarp();
-    }
-    float* const target = p.dq_sum + int64(part) * (16 * kDqCols) + 4 * lane_index();
+  const auto read_lse = [&](int ahead) {
 #pragma unroll
-    for (int j = 0; j < kDqCols / 8; ++j) reduce_add(target + 128 * j, dq.x[j]);
+    for (int step = 0; step < kBlockQ / 16; ++step) lse[step] = statistics(ahead)[8 * step];
   };
-  const auto tell_added = [&](const Job& job) {
-    if constexpr (kSpec.deterministic) {
-      const uint32 part = part_of(job);
-      __syncwarp();
-      if (part != kNone && lane_index() == 0) add_release(p.turn + 1 + part, 1);
+  const auto add_dq = [&](uint32 part, int ahead) {
+    if constexpr (kSpec.deterministic) tiles.adding().wait(ahead);
+    if (part != kNone) {
+      float* const target = p.dq_sum + int64(part) * (16 * kDqCols) + 4 * lane_index();
+#pragma unroll
+      for (int j = 0; j < kDqCols / 8; ++j) reduce_add(target + 128 * j, dq.x[j]);
     }
+    if constexpr (kSpec.deterministic) __syncwarp(), tiles.adding().release(ahead);
   };
   const auto store_gradients = [&] {
     const KeyTile& tile = tiles.key_tile();
@@ -137,11 +140,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     dk.clear(), dv.clear();
   };
   const auto weigh = [&](int flags) {
-    const float4* const statistics =
-        reinterpret_cast<const float4*>(
-            shared + (tiles.statistics + tiles.queries().slot() * Tiles::kStatisticBytes - shared_address(shared))) +
-        lane_index() % 4;
     wgmma_wait<1>();  // S^T is there
+    if constexpr (!kReadsAhead) read_lse(0);
     if (flags >> group & 1) {
       const Band band(s);
       prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query, hidden_score(s),
@@ -149,19 +149,22 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     }
 #pragma unroll
     for (int step = 0; step < kBlockQ / 16; ++step) {
-      const float4 lse = statistics[8 * step];
+      const float4 base = lse[step];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float& x = prob.x[2 * step + i / 4][i % 4];
-        x = exp2f(fmaf(x, s.scale_log2, -(i < 4 ? i % 2 ? lse.y : lse.x : i % 2 ? lse.w : lse.z)));
+        x = exp2f(fmaf(x, s.scale_log2, -(i < 4 ? i % 2 ? base.y : base.x : i % 2 ? base.w : base.z)));
       }
     }
+    float4 deltas[kBlockQ / 16];
+#pragma unroll
+    for (int step = 0; step < kBlockQ / 16; ++step) deltas[step] = statistics(0)[8 * step + 4];
     // The exponentials while dP^T is being made: the compiler moves them past its wait if there is no other.
     barrier_wait(tiles.ds_ring().empty(tiles.ds_ring().slot()), tiles.ds_ring().parity() ^ 1);
     wgmma_wait<0>();  // dP^T is there
 #pragma unroll
     for (int step = 0; step < kBlockQ / 16; ++step) {
-      const float4 delta = statistics[8 * step + 4];
+      const float4 delta = deltas[step];
       prob.template operand<T>(prob_operand[step], step);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -173,12 +176,14 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   };
   const auto begin = [&] {  // whether there is another tile
     tiles.queries().wait();
-    if (tiles.job().flags & Job::kEnd) return false;
+    read_job(0);
+    if (flags & Job::kEnd) return false;
     tiles.keys().wait();
     issue_scores(0, 0);
     tiles.douts().wait();
     tiles.values().wait();
     issue_ds(0, 0);
+    if constexpr (kReadsAhead) read_lse(0);
     return true;
   };
 
@@ -186,8 +191,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   while (begin()) {
 #pragma unroll 1
     while (true) {  // S^T and dP^T are being made
-      const int flags = tiles.job().flags;
       const bool first = flags & Job::kFirst, last = flags & Job::kLast, goes_on = kSpec.key_slots > 1 && last;
+      const bool keys_end = !first && flags_before & Job::kLast;
+      const uint32 target = part_before;
       weigh(flags);
       if (last) tiles.values().release();
 #pragma unroll
@@ -195,17 +201,14 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
         store_matrix(
             block_row<kBlockK>(tiles.ds + tiles.ds_ring().slot() * Tiles::kDsBytes, 64 * group + warp_row(), step),
             ds_operand[step]);
-      fence_async_shared();
-      __syncwarp();
-      if (lane_index() == 0) barrier_arrive(tiles.ds_ring().full(tiles.ds_ring().slot()));
-      // By now what was added half a tile ago has arrived, and this costs no time.
-      if (kSpec.deterministic && !first && !(tiles.job(-1).flags & Job::kFirst)) tell_added(tiles.job(-2));
+      if (!first) tiles.ds_ring().wait(-1);  // here, where it costs the other group no time
 
       turns.wait();
       issue_dv();
+      fence_async_shared();  // dS^T has arrived by now
+      __syncwarp();
+      if (lane_index() == 0) barrier_arrive(tiles.ds_ring().full(tiles.ds_ring().slot()));
       // Of the tile before; where there is none, the product of whatever is there goes nowhere.
-      const bool keys_end = !first && tiles.job(-1).flags & Job::kLast;
-      if (!first) tiles.ds_ring().wait(-1);
       issue_dq(-1, keys_end ? -1 : 0);
       issue_dk();
       wgmma_wait<1>();  // dv and dq are there
@@ -213,15 +216,16 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       if (!first) tiles.ds_ring().release(-1);
       if (keys_end) tiles.keys().release(-1);
       if (flags & Job::kDrains) break;
+      tiles.queries().wait(1);
+      read_job(1);
       if constexpr (!kSpec.early) {
-        if (!first) add_dq(tiles.job(-1));
+        if (!first) add_dq(target, -1);
         wgmma_wait<0>();  // dk is there
       }
-      tiles.queries().wait(1);
       if (goes_on) tiles.keys().wait(1);
       issue_scores(1, goes_on);
       turns.pass_on();
-      if (kSpec.early && !first) add_dq(tiles.job(-1));
+      if (kSpec.early && !first) add_dq(target, -1);
       if (goes_on) {
         wgmma_wait<0>();
         store_gradients();
@@ -229,24 +233,22 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
         wgmma_wait<1>();  // dk is there
       }
       tiles.queries().release();
+      if constexpr (kReadsAhead) read_lse(1);
       tiles.douts().wait(1);
       if (goes_on) tiles.values().wait(1);
       issue_ds(1, goes_on);
       tiles.advance(last);
     }
     turns.pass_on();
-    const bool first = tiles.job().flags & Job::kFirst;
-    if (!first) add_dq(tiles.job(-1));
+    if (!(flags & Job::kFirst)) add_dq(part_before, -1);
     wgmma_wait<0>();
     tiles.ds_ring().wait();
     issue_dq(0, 0);
-    if (!first) tell_added(tiles.job(-1));
     wgmma_wait<0>();
-    add_dq(tiles.job());
+    add_dq(part, 0);
     tiles.queries().release();
     store_gradients();
     tiles.ds_ring().release(), tiles.keys().release();
-    tell_added(tiles.job());
     tiles.advance(true);
   }
   turns.close();

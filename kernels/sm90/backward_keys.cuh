@@ -110,25 +110,23 @@ struct Side {
 
   // scores = keys * tile^T
   __device__ __forceinline__ void issue_scores(Accumulator<kTile>& scores) const {
-    const uint64 first_key = row_operand<kTile>(rest, 0), first_query = row_operand<kTile>(tile(), 0);
+    const RowOperand<kTile> others(rest), queries(tile());
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kCols / 16; ++step) {
-      const uint64 queries = row_step<kTile>(first_query, step);
       if (step < 4 * kKept)
-        Wgmma<T, kTile>::dot_rows(scores.x, kept[step < 4 * kKept ? step : 0], queries, step > 0);
+        Wgmma<T, kTile>::dot_rows(scores.x, kept[step < 4 * kKept ? step : 0], queries[step], step > 0);
       else
-        Wgmma<T, kTile>::dot_rows(scores.x, row_step<kTile>(first_key, step - 4 * kKept), queries, step > 0);
+        Wgmma<T, kTile>::dot_rows(scores.x, others[step - 4 * kKept], queries[step], step > 0);
     }
     wgmma_commit();
   }
   // sum += weights * tile
   __device__ __forceinline__ void issue_sum(Accumulator<kCols>& sum, const uint32 (&weights)[kTile / 16][4]) const {
-    const uint64 first = column_operand<kTile>(tile(), 0);
+    const ColumnOperand<kTile> rows(tile());
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kTile / 16; ++step)
-      Wgmma<T, kCols>::times(sum.x, weights[step], column_step(first, step));
+    for (int step = 0; step < kTile / 16; ++step) Wgmma<T, kCols>::times(sum.x, weights[step], rows[step]);
     wgmma_commit();
   }
 
@@ -225,7 +223,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
   Queries queries(shared_address(base), statistics, barriers);
   Douts douts(shared_address(base) + Queries::kBytes, statistics + kSpec.slots * kTile, barriers + Queries::kBarriers);
   Handover handover(handover_base, handover_barriers);
-  const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
+  const int warpgroup = same_in_warp(threadIdx.x / 128);
   if (threadIdx.x == 0) {
     queries.init(), douts.init(), Handover::init(handover_barriers);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below

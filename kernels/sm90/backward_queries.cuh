@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   Ring<1> q_ring(shared_address(barriers)), dout_ring(shared_address(barriers + 2));
   Ring<kSlots> k_ring(shared_address(barriers + 4));
   Ring<kSlotsV> v_ring(shared_address(barriers + 4 + 2 * kSlots));
-  const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
+  const int warpgroup = same_in_warp(threadIdx.x / 128);
   const bool copies = warpgroup == kGroups;
   if (threadIdx.x == 0) {
     q_ring.init(4 * kGroups), dout_ring.init(4 * kGroups), k_ring.init(4 * kGroups), v_ring.init(4 * kGroups);
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
 
   take_registers<kSpec.registers()>();
   const int warp_row = warp_index() % 4 * 16;  // a row of the group's 64
-  const uint64 q = row_operand<64>(q_base + warpgroup * kQBytes, 0);
-  const uint64 dout = row_operand<64>(dout_base + warpgroup * kDoutBytes, 0);
+  const RowOperand<64> q(q_base + warpgroup * kQBytes);
+  const RowOperand<64> dout(dout_base + warpgroup * kDoutBytes);
 
   Accumulator<kDim> dq;
   Accumulator<kBlockK> prob, ds;    // S, then P; dP, then dS
@@ -88,26 +88,24 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   float lse[2], delta[2];
 
   const auto issue_scores = [&](int ahead) {  // q k^T
-    const uint64 k = row_operand<kBlockK>(k_base + k_ring.slot(ahead) * kKBytes, 0);
+    const RowOperand<kBlockK> k(k_base + k_ring.slot(ahead) * kKBytes);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kDim / 16; ++step)
-      Wgmma<T, kBlockK>::dot_rows(prob.x, row_step<64>(q, step), row_step<kBlockK>(k, step), step > 0);
+    for (int step = 0; step < kDim / 16; ++step) Wgmma<T, kBlockK>::dot_rows(prob.x, q[step], k[step], step > 0);
     wgmma_commit();
   };
   const auto issue_products = [&] {  // dout v^T
-    const uint64 v = row_operand<kBlockK>(v_base + v_ring.slot() * kVBytes, 0);
+    const RowOperand<kBlockK> v(v_base + v_ring.slot() * kVBytes);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kDimV / 16; ++step)
-      Wgmma<T, kBlockK>::dot_rows(ds.x, row_step<64>(dout, step), row_step<kBlockK>(v, step), step > 0);
+    for (int step = 0; step < kDimV / 16; ++step) Wgmma<T, kBlockK>::dot_rows(ds.x, dout[step], v[step], step > 0);
     wgmma_commit();
   };
   const auto issue_dq = [&] {  // dq += dS k
-    const uint64 k = column_operand<kBlockK>(k_base + k_ring.slot() * kKBytes, 0);
+    const ColumnOperand<kBlockK> k(k_base + k_ring.slot() * kKBytes);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlockK / 16; ++step) Wgmma<T, kDim>::times(dq.x, weights[step], column_step(k, step));
+    for (int step = 0; step < kBlockK / 16; ++step) Wgmma<T, kDim>::times(dq.x, weights[step], k[step]);
     wgmma_commit();
   };
   const auto exponentiate = [&](int tile) {  // S -> P

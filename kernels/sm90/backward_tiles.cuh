@@ -11,14 +11,14 @@
 namespace cupyflash {
 
 // What is to be done with one tile of queries, as the copying warp says it.
-struct Job {
+struct alignas(16) Job {  // the first four are read at once
   // Bit i: the mask hides some score of group i. Then: there is no tile before, whose dq is to be made; the last tile
   // of its keys; all is added before the next tile begins; no tile.
   static constexpr int kFirst = 128, kLast = 256, kDrains = 512, kEnd = 1024;
   int flags;
-  int first_query;
   uint32 block;  // of dq_sum, where the tile begins; `blocks` of them exist
   int blocks;
+  int first_query;
   uint32 before;  // tiles of keys that add to dq before this one, if deterministic
 };
 struct KeyTile {
@@ -39,9 +39,9 @@ struct BackwardTiles {  // in shared memory
                        kDoutBytes = tile_bytes(kBlockQ, kSpec.head_dim_v);
   static constexpr int kKBytes = tile_bytes(kBlockK, kSpec.head_dim), kVBytes = tile_bytes(kBlockK, kSpec.head_dim_v);
   static constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ), kStatisticBytes = 8 * kBlockQ;
-  static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 4;
-  static constexpr int kJobs = 4;  // the two before the present one are still read while the next ones are written
-  static_assert(kSpec.stages + (kSpec.deterministic ? 2 : 1) <= kJobs);
+  static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 6;
+  static constexpr int kJobs = 2;
+  static_assert(kSpec.stages <= kJobs);
 
   uint32 k, v, q, dout, ds, statistics, barriers;
   Job* jobs;
@@ -72,6 +72,10 @@ struct BackwardTiles {  // in shared memory
   __device__ __forceinline__ Ring<2> ds_ring() const {
     return Ring<2>(barriers + 32 * kSlots + 32 * kSpec.stages, count);
   }
+  // Deterministic: full when it is this tile's turn to be added to dq, empty when all have added.
+  __device__ __forceinline__ Ring<1> adding() const {
+    return Ring<1>(barriers + 32 * kSlots + 32 * kSpec.stages + 32, count);
+  }
   __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[(count + ahead) % kJobs]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
@@ -81,8 +85,9 @@ struct BackwardTiles {  // in shared memory
 
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = 4 * kSpec.groups;
-    keys().init(kWarps), values().init(kWarps), queries().init(kWarps), douts().init(kWarps);
-    ds_ring().init(kWarps, kWarps);
+    keys().init(kWarps), values().init(kWarps), douts().init(kWarps);
+    queries().init(kWarps + (kSpec.deterministic ? 1 : 0));
+    ds_ring().init(kWarps, kWarps), adding().init(kWarps);
   }
 };
 
@@ -133,7 +138,9 @@ struct KeyTiles {
 
 // What to do with the queries from `first` on; `flags` knows what the mask does not say.
 template <HopperBackwardSpec kSpec>
-__device__ __forceinline__ Job make_job(const Sizes& s, const Work& work, int head, int first, int flags) {
+__device__ __forceinline__ Job make_job(const HopperBackwardParams& p, const Work& work, int head, int first,
+                                        int flags) {
+  const Sizes& s = p.sizes;
   const Band band(s);
 #pragma unroll
   for (int group = 0; group < kSpec.groups; ++group) {
@@ -144,8 +151,34 @@ __device__ __forceinline__ Job make_job(const Sizes& s, const Work& work, int he
   const int q_blocks = (s.seqlen_q + 15) / 16;
   const uint32 block = uint32(work.batch * s.heads_q + head) * q_blocks + first / 16;
   uint32 before = 0;
-  if constexpr (kSpec.deterministic) before = tiles_of(band, first, kSpec.block_q, kSpec.block_k()).last - work.tile;
-  return {flags, first, block, min(kSpec.block_q / 16, q_blocks - first / 16), before};
+  if constexpr (kSpec.deterministic) {
+    if (p.rotated) {  // all see all: the first to come is the last one that begins here or before, then the one below
+      const int count = (s.seqlen_q + kSpec.block_q - 1) / kSpec.block_q;
+      const int below = ((first / kSpec.block_q + 1) * p.keys.tiles - 1) / count - work.tile;
+      before = below < 0 ? below + p.keys.tiles : below;
+    } else {
+      before = tiles_of(band, first, kSpec.block_q, kSpec.block_k()).last - work.tile;
+    }
+  }
+  return {flags, block, min(kSpec.block_q / 16, q_blocks - first / 16), first, before};
+}
+
+// Deterministic: each tile of queries has a counter of the tiles of keys that were added to its dq. The thread that
+// sees to the order: what it waits for, others need not. Its fence covers what they added before they arrived.
+template <HopperBackwardSpec kSpec>
+__device__ __forceinline__ void keep_order(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
+  for (;; tiles.advance(false)) {
+    tiles.queries().wait();
+    const Job job = tiles.job();
+    barrier_arrive(tiles.queries().empty(tiles.queries().slot()));
+    if (job.flags & Job::kEnd) return;
+    uint32* const added = p.turn + 1 + job.block;
+    while (load_acquire(added) < job.before) __nanosleep(20);
+    const Ring<1> adding = tiles.adding();
+    barrier_arrive(adding.full(0));
+    barrier_wait(adding.empty(0), adding.parity());
+    add_release(added, 1);
+  }
 }
 
 // The warp that copies.
@@ -188,7 +221,7 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
       barrier_wait(tiles.queries().empty(slot), tiles.queries().parity() ^ 1);
       if (lane_index() == 0) {
         const int flags = (drained ? Job::kFirst : 0) | (last ? Job::kLast : 0) | (drains ? Job::kDrains : 0);
-        tiles.job() = make_job<kSpec>(s, work, head, first, flags);
+        tiles.job() = make_job<kSpec>(p, work, head, first, flags);
         copy_queries(first, head, work.batch);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,

@@ -38,7 +38,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[kTeams * kBarriers];
-  const int warpgroup = __shfl_sync(kFullWarp, threadIdx.x / 128, 0);
+  const int warpgroup = same_in_warp(threadIdx.x / 128);
   const bool copies = warpgroup == kWarpgroups;
   const int copier = warp_index() % 4;  // of the warps that copy: one loads and one stores for each team
   const int team = copies ? copier % kTeams : warpgroup / kGroups;
@@ -128,27 +128,26 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   uint32 weights[kBlockK / 16][4];  // the 16-bit scores, as left operand
   OnlineSoftmax<1> softmax;
   int first_query;  // of the group
+  Range seen_by_all;
   const auto query_of = [&](int row) { return first_query + (kSpec.packed ? row / s.group : row); };
 
   const auto issue_scores = [&] {  // q k^T
-    const uint32 q = q_base + q_ring.slot(group) * kQSlot, k = base + ring.slot() * kSlot;
+    const RowOperand<64> q(same_in_warp(q_base + q_ring.slot(group) * kQSlot));
+    const RowOperand<kBlockK> k(base + ring.slot() * kSlot);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kDim / 16; ++step)
-      Wgmma<T, kBlockK>::dot_rows(scores[0].x, row_operand<64>(q, step), row_operand<kBlockK>(k, step), step > 0);
+    for (int step = 0; step < kDim / 16; ++step) Wgmma<T, kBlockK>::dot_rows(scores[0].x, q[step], k[step], step > 0);
     wgmma_commit();
   };
   const auto issue_out = [&](int ahead) {  // out += weights v
-    const uint32 v = base + ring.slot(ahead) * kSlot;
+    const ColumnOperand<kBlockK> v(base + ring.slot(ahead) * kSlot);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kBlockK / 16; ++step)
-      Wgmma<T, kDimV>::times(out[0].x, weights[step], column_operand<kBlockK>(v, step));
+    for (int step = 0; step < kBlockK / 16; ++step) Wgmma<T, kDimV>::times(out[0].x, weights[step], v[step]);
     wgmma_commit();
   };
   const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be rescaled
     const int first_key = tile * kBlockK;
-    const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
       scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
     const bool raised = softmax.raise(scores, s.scale_log2);
@@ -200,6 +199,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   for (; works.left(); works.next()) {
     const Work& work = works.work;
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
+    seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
     const Range own = first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
     const int before = tiles.last - own.last,

@@ -121,8 +121,9 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// 9.7.15.5.1 shared memory descriptor for tiles of 128-byte rows in 128-byte swizzle. `leading`: bytes between groups
-// of 64 columns, where the columns are the rows of the operand; rows are in groups of 8 x 128 bytes.
+// 9.7.15.5.1 shared memory descriptor for tiles of 128-byte rows in 128-byte swizzle, rows in groups of 8 x 128 bytes.
+// `leading`: bytes between groups of 64 columns, where the columns are the rows of the operand. The descriptor of an
+// address that is n bytes further is n / 16 more: one addition (UIADD3.64), where packing an address takes five.
 __device__ __forceinline__ uint64 descriptor(uint32 address, int leading) {
   return (address & 0x3ffff) >> 4 | uint64(leading >> 4) << 16 | uint64(1024 >> 4) << 32 | uint64(1) << 62;
 }

@@ -52,23 +52,22 @@ __device__ __forceinline__ void write_rows(const Accumulator<kCols>& acc, uint32
   }
 }
 
-// 16 columns from 16 * step on of rows of a tile of kRows, as an operand whose rows they are.
+// Rows of a tile of kRows as an operand whose rows they are; [step]: 16 columns, from 16 * step on.
 template <int kRows>
-__device__ __forceinline__ uint64 row_operand(uint32 rows, int step) {
-  return descriptor(rows + step / 4 * kRows * kRowBytes + step % 4 * 32, 16);  // the hardware ignores `leading` here
-}
-// 16 rows from 16 * step on of all columns of a tile of kRows, as an operand whose rows are the columns.
+struct RowOperand {
+  uint64 first;
+  __device__ __forceinline__ explicit RowOperand(uint32 rows) : first(descriptor(rows, 16)) {}  // leading is ignored
+  __device__ __forceinline__ uint64 operator[](int step) const {
+    return first + ((step / 4 * kRows * kRowBytes + step % 4 * 32) >> 4);
+  }
+};
+// All columns of a tile of kRows as an operand whose rows are the columns; [step]: 16 rows, from 16 * step on.
 template <int kRows>
-__device__ __forceinline__ uint64 column_operand(uint32 tile, int step) {
-  return descriptor(tile + step * 16 * kRowBytes, kRows * kRowBytes);
-}
-
-// The operand `step` steps after the first one: an addition, where the address would have to be packed again.
-template <int kRows>
-__device__ __forceinline__ uint64 row_step(uint64 first, int step) {
-  return first + ((step / 4 * kRows * kRowBytes + step % 4 * 32) >> 4);
-}
-__device__ __forceinline__ uint64 column_step(uint64 first, int step) { return first + (step * 16 * kRowBytes >> 4); }
+struct ColumnOperand {
+  uint64 first;
+  __device__ __forceinline__ explicit ColumnOperand(uint32 tile) : first(descriptor(tile, kRows * kRowBytes)) {}
+  __device__ __forceinline__ uint64 operator[](int step) const { return first + (step * 16 * kRowBytes >> 4); }
+};
 
 // This lane's row of the 16 x 16 block at `row` and column 16 * step of a tile of kRows, for `store_matrix`.
 template <int kRows>
