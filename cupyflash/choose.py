@@ -42,17 +42,17 @@ from .spec import (
 
 PATHS = ("sm80", "sm90")
 
-# head_dim up to: (block_q, block_k, warps, stages, blocks_per_sm, q_in_registers), ... The first rows were chosen by
+# head_dim up to: (block_q, block_k, warps, out_warps_q, stages, blocks_per_sm, q_in_registers), ... The first rows were chosen by
 # measurement on an H200, the smaller ones by their fit in the shared memory of other devices.
 FORWARD = {
-    64: ((128, 64, 4, 2, 2, True), (64, 64, 4, 1, 2, True)),
-    96: ((128, 64, 4, 2, 2, False), (64, 64, 4, 1, 2, False), (64, 64, 4, 1, 1, False)),
-    128: ((128, 48, 4, 1, 2, False), (128, 32, 4, 1, 2, False), (64, 64, 4, 1, 1, False)),
-    192: ((64, 64, 4, 1, 2, False), (64, 32, 4, 1, 2, False), (64, 32, 4, 1, 1, False)),
-    256: ((64, 64, 4, 1, 2, False), (128, 64, 8, 1, 1, False), (64, 64, 4, 1, 1, False), (64, 32, 4, 1, 1, False)),
+    64: ((128, 64, 4, 4, 2, 2, True), (64, 64, 4, 4, 1, 2, True)),
+    96: ((128, 64, 4, 4, 2, 2, False), (64, 64, 4, 4, 1, 2, False), (64, 64, 4, 4, 1, 1, False)),
+    128: ((128, 48, 4, 4, 1, 2, False), (128, 32, 4, 4, 1, 2, False), (64, 64, 4, 4, 1, 1, False)),
+    192: ((64, 64, 4, 1, 1, 2, False), (64, 32, 4, 4, 1, 2, False), (64, 32, 4, 4, 1, 1, False)),
+    256: ((64, 64, 4, 1, 1, 2, False), (128, 64, 8, 8, 1, 1, False), (64, 64, 4, 4, 1, 1, False), (64, 32, 4, 4, 1, 1, False)),
 }
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
-FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
+FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 
 # Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
 # SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, timed by
@@ -185,7 +185,9 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
 
     def make(tiling):
-        return ForwardSpec(d, dv, *tiling, float32_out, access)
+        _, _, warps, out_warps_q, *_ = tiling
+        columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
+        return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access)
 
     plain = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
     spec = _fitting(FORWARD, plain, make, max(d, dv), shared_limit)

@@ -12,6 +12,7 @@ struct OnlineSoftmax {
   static constexpr float kSlack = 8.f;         // log2 of how far the maximum may lag
   static constexpr float kExact = 16384.f;     // beyond it, rounding max * scale would show in exp2
   float top[kRowTiles][2], sum[kRowTiles][2];  // of the rows lane / 4 and lane / 4 + 8; sum: of this lane's columns
+  float factor[kRowTiles][2];                  // of the last raise, if it said that a row did
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -93,8 +94,6 @@ struct OnlineSoftmax {
   }
 
  private:
-  float factor[kRowTiles][2];  // of the last raise
-
   // For huge scores: score - top is exact where score * scale - top * scale is not.
   template <int kCols>
   __device__ __forceinline__ void subtract_first(Accumulator<kCols> (&scores)[kRowTiles], float (&base)[kRowTiles][2]) {
