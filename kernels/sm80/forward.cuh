@@ -104,41 +104,39 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   for (int tile = tiles.last; tile >= tiles.first; --tile) {
     wait_copies<0>();
     __syncthreads();  // this tile has landed, and every warp is done with the previous one
+    const int first_key = tile * kSpec.block_k;
     if constexpr (kSpec.stages == 2) {
       if (tile > tiles.first) {
-        load_tile<kThreads, kAccess>(k_tile(stage ^ 1), k, (tile - 1) * kSpec.block_k);
-        load_tile<kThreads, kAccess>(v_tile(stage ^ 1), v, (tile - 1) * kSpec.block_k);
+        load_tile<kThreads, kAccess>(k_tile(stage ^ 1), k, first_key - kSpec.block_k);
+        load_tile<kThreads, kAccess>(v_tile(stage ^ 1), v, first_key - kSpec.block_k);
       }
-    } else {
-      load_tile<kThreads, kAccess>(v_tile(0), v, tile * kSpec.block_k);
+      commit_copies();
     }
-    commit_copies();
+    const auto load_values = [&](int i, int n) {
+      if constexpr (kSpec.stages == 1) load_part<kThreads, kAccess>(v_tile(0), v, first_key, i, n);
+    };
 
     Accumulator<kSpec.block_k> scores[kRowTiles];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) scores[t].clear();
     const RightTransposed k_operand(k_tile(stage));
     if constexpr (kSpec.q_in_registers)
-      product<T, kSteps>(scores, q_operand, k_operand);
+      product<T, kSteps>(scores, q_operand, k_operand, load_values);
     else
-      product<T, kSteps>(scores, Left(q_tile, warp_row), k_operand);
+      product<T, kSteps>(scores, Left(q_tile, warp_row), k_operand, load_values);
 
-    const int first_key = tile * kSpec.block_k;
     if (first_key < seen_by_all.first || first_key + kSpec.block_k - 1 > seen_by_all.last) {
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t)
         scores[t].hide(first_row + warp_row + 16 * t, first_key, -kInfinity, [&](int row) { return band.keys(row); });
     }
 
-    const auto load_keys = [&] {
-      if (tile > tiles.first) load_tile<kThreads, kAccess>(k_tile(0), k, (tile - 1) * kSpec.block_k);
-      commit_copies();
-    };
     if constexpr (kPInRegisters) {
       if constexpr (kSpec.stages == 1) {
         wait_copies<0>();
         __syncthreads();  // v has landed, and every warp is done with k
-        load_keys();
+        if (tile > tiles.first) load_tile<kThreads, kAccess>(k_tile(0), k, first_key - kSpec.block_k);
+        commit_copies();
       }
       if (softmax.raise(scores, s.scale_log2)) softmax.rescale(out);
       softmax.exponentiate(scores, s.scale_log2);
@@ -154,8 +152,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       }
       if constexpr (kSpec.stages == 1) wait_copies<0>();
       if (__syncthreads_or(grew)) scale_out();  // P is complete, v has landed, and every warp is done with k
-      if constexpr (kSpec.stages == 1) load_keys();
-      product<T, kSpec.block_k / 16>(out, Left(p_tile, out_row), Right(v_tile(stage), out_col));
+      Matrix next_k = k;
+      if (tile == tiles.first) next_k.cols = 0;  // there is none
+      const auto load_keys = [&](int i, int n) {
+        if constexpr (kSpec.stages == 1)
+          load_part<kThreads, kAccess>(k_tile(0), next_k, first_key - kSpec.block_k, i, n);
+      };
+      product<T, kSpec.block_k / 16>(out, Left(p_tile, out_row), Right(v_tile(stage), out_col), load_keys);
     }
     if constexpr (kSpec.stages == 2) stage ^= 1;
   }

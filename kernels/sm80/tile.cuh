@@ -84,6 +84,19 @@ __device__ __forceinline__ void load_tile(Tile<kRows, kCols> tile, const Matrix&
   if constexpr (kUnit + kRuns * kRun < tile.kUnits) load_tile<kThreads, kAccess, kUnit + kRuns * kRun>(tile, m, first);
 }
 
+// The part of that copy that is due at piece i of n of a product: so that neither waits for the other at the door of
+// shared memory. The last part leaves half way, and commits all.
+template <int kThreads, int kAccess, int kRows, int kCols>
+__device__ __forceinline__ void load_part(Tile<kRows, kCols> tile, const Matrix& m, int first, int i, int n) {
+  constexpr int kPart = kAccess == 16 ? 16 : kRows, kParts = kRows / kPart;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    if (i != part * n / (2 * kParts)) continue;
+    load_tile<kThreads, kAccess>(tile.template rows<kPart>(part * kPart), m, first + part * kPart);
+    if (part == kParts - 1) commit_copies();
+  }
+}
+
 // Copies the tile to the rows from `first` on, as far as they exist, in units of 16 bytes.
 template <int kThreads, int kUnit = 0, int kRows, int kCols>
 __device__ __forceinline__ void store_tile(Tile<kRows, kCols> tile, const Matrix& m, int first) {
@@ -140,9 +153,15 @@ struct RightTransposed {  // rows from `row` on become the columns
   }
 };
 
-// acc += left right over kSteps of 16. left(a, t, step): 16 rows; right(b, step, j): 16 columns.
-template <class T, int kSteps, int kRowTiles, int kCols, class Left, class Right>
-__device__ __forceinline__ void product(Accumulator<kCols> (&acc)[kRowTiles], Left left, Right right) {
+struct Nothing {
+  __device__ __forceinline__ void operator()(int, int) const {}
+};
+
+// acc += left right over kSteps of 16. left(a, t, step): 16 rows; right(b, step, j): 16 columns; meanwhile(i, n): what
+// else to do while piece i of n is multiplied.
+template <class T, int kSteps, int kRowTiles, int kCols, class Left, class Right, class Meanwhile = Nothing>
+__device__ __forceinline__ void product(Accumulator<kCols> (&acc)[kRowTiles], Left left, Right right,
+                                        Meanwhile meanwhile = {}) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     uint32 a[kRowTiles][4];
@@ -152,6 +171,7 @@ __device__ __forceinline__ void product(Accumulator<kCols> (&acc)[kRowTiles], Le
     for (int j = 0; j < kCols / 16; ++j) {
       uint32 b[4];
       right(b, step, j);
+      meanwhile(step * (kCols / 16) + j, kSteps * (kCols / 16));
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
         multiply<T>(acc[t].x[2 * j], a[t], b[0], b[1]);
