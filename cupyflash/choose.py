@@ -42,14 +42,19 @@ from .spec import (
 
 PATHS = ("sm80", "sm90")
 
-# head_dim up to: (block_q, block_k, warps, out_warps_q, stages, blocks_per_sm, q_in_registers), ... The first rows were chosen by
-# measurement on an H200, the smaller ones by their fit in the shared memory of other devices.
+# head_dim up to: (block_q, block_k, warps, out_warps_q, stages, blocks_per_sm, q_in_registers), ... The first rows were
+# chosen by measurement on an H200, the smaller ones by their fit in the shared memory of other devices.
 FORWARD = {
     64: ((128, 64, 4, 4, 2, 2, True), (64, 64, 4, 4, 1, 2, True)),
     96: ((128, 64, 4, 4, 2, 2, False), (64, 64, 4, 4, 1, 2, False), (64, 64, 4, 4, 1, 1, False)),
     128: ((128, 48, 4, 4, 1, 2, False), (128, 32, 4, 4, 1, 2, False), (64, 64, 4, 4, 1, 1, False)),
     192: ((64, 64, 4, 1, 1, 2, False), (64, 32, 4, 4, 1, 2, False), (64, 32, 4, 4, 1, 1, False)),
-    256: ((64, 64, 4, 1, 1, 2, False), (128, 64, 8, 8, 1, 1, False), (64, 64, 4, 4, 1, 1, False), (64, 32, 4, 4, 1, 1, False)),
+    256: (
+        (64, 64, 4, 1, 1, 2, False),
+        (128, 64, 8, 8, 1, 1, False),
+        (64, 64, 4, 4, 1, 1, False),
+        (64, 32, 4, 4, 1, 1, False),
+    ),
 }
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
