@@ -42,17 +42,22 @@ from .spec import (
 
 PATHS = ("sm80", "sm90")
 
-# head_dim up to: (block_q, block_k, warps, stages, blocks_per_sm, q_in_registers), ... The first rows were chosen by
-# measurement on an H200, the smaller ones by their fit in the shared memory of other devices.
+# head_dim up to: (block_q, block_k, warps, out_warps_q, stages, blocks_per_sm, q_in_registers), ... The first rows were
+# chosen by measurement on an H200, the smaller ones by their fit in the shared memory of other devices.
 FORWARD = {
-    64: ((128, 64, 4, 2, 2, True), (64, 64, 4, 1, 2, True)),
-    96: ((128, 64, 4, 2, 2, False), (64, 64, 4, 1, 2, False), (64, 64, 4, 1, 1, False)),
-    128: ((128, 48, 4, 1, 2, False), (128, 32, 4, 1, 2, False), (64, 64, 4, 1, 1, False)),
-    192: ((64, 64, 4, 1, 2, False), (64, 32, 4, 1, 2, False), (64, 32, 4, 1, 1, False)),
-    256: ((64, 64, 4, 1, 2, False), (128, 64, 8, 1, 1, False), (64, 64, 4, 1, 1, False), (64, 32, 4, 1, 1, False)),
+    64: ((128, 64, 4, 4, 2, 2, True), (64, 64, 4, 4, 1, 2, True)),
+    96: ((128, 64, 4, 4, 2, 2, False), (64, 64, 4, 4, 1, 2, False), (64, 64, 4, 4, 1, 1, False)),
+    128: ((128, 48, 4, 4, 1, 2, False), (128, 32, 4, 4, 1, 2, False), (64, 64, 4, 4, 1, 1, False)),
+    192: ((64, 64, 4, 1, 1, 2, False), (64, 32, 4, 4, 1, 2, False), (64, 32, 4, 4, 1, 1, False)),
+    256: (
+        (64, 64, 4, 1, 1, 2, False),
+        (128, 64, 8, 8, 1, 1, False),
+        (64, 64, 4, 4, 1, 1, False),
+        (64, 32, 4, 4, 1, 1, False),
+    ),
 }
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
-FORWARD_PLAIN = {128: ((128, 64, 4, 2, 2, False),)}
+FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 
 # Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
 # SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, timed by
@@ -113,7 +118,7 @@ BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 #   the first queries
 #   split                                        128: 349 / 455 / 489
 #   deterministic, in the order of the keys      64: 276 / 376 / 384, 128: 270 / 367 / 385, where split is better
-HOPPER_BACKWARD = {64: (128, 2, 2, 2, False), 128: (64, 2, 2, 1, True)}
+HOPPER_BACKWARD = {64: (128, 2, 2, 2, True), 128: (64, 2, 2, 1, True)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 
 # Hopper, where the backward is split, head_dim up to: (kept, slots, slots_dout) of the kernel of dk and dv, (slots,
@@ -185,7 +190,9 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
 
     def make(tiling):
-        return ForwardSpec(d, dv, *tiling, float32_out, access)
+        _, _, warps, out_warps_q, *_ = tiling
+        columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
+        return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access)
 
     plain = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
     spec = _fitting(FORWARD, plain, make, max(d, dv), shared_limit)
@@ -231,13 +238,10 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
-def split(problem: Problem, deterministic: bool) -> bool:
-    """Whether Hopper computes dq in a kernel of its own, with two more products.
-
-    They cost less than a sum in memory, or than blocks that wait for each other to add to it in a fixed order.
-    """
+def split(problem: Problem) -> bool:
+    """Whether Hopper computes dq in a kernel of its own, with two more products: they cost less than a sum in memory."""
     width = max(problem.head_dim, problem.head_dim_v)
-    return width > 128 or width > 64 and (deterministic or problem.seqlen_k <= SPLIT)
+    return width > 128 or width > 64 and problem.seqlen_k <= SPLIT
 
 
 @functools.lru_cache(maxsize=1024)
@@ -304,13 +308,13 @@ def _variants(capability: int) -> Iterator[Variant]:
                 yield hopper_forward(problem, 2, False)
                 yield hopper_forward(replace(problem, heads_q=3), 16, False)  # packed
                 long = replace(problem, seqlen_k=SPLIT + 1)
-                if not split(long, True):
+                if not split(long):
                     yield hopper_backward(long, 16, True)
                 for access in (16, 2):
                     mains = ()
-                    if split(problem, True):
+                    if split(problem):
                         mains += hopper_split_backward(problem, access)
-                    if not split(long, False):
+                    if not split(long):
                         mains += (hopper_backward(long, access, False),)
                         yield after_backward(mains[-1])
                     yield from mains

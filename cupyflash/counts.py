@@ -90,17 +90,22 @@ def per_score(problem: Problem, backward: bool) -> int:
 
 
 def portable_forward(problem: Problem, spec: ForwardSpec) -> Amounts:
-    """Of the forward with mma.sync: each warp reads all of K and V, and its own rows of q."""
+    """Of the forward with mma.sync: each warp reads all of K, its own rows of q, and V or its own columns of V.
+
+    Where it has but some columns, it reads the weights p of the rows of other warps, too.
+    """
     pairs, width = problem.batch * problem.heads_q, spec.head_dim + spec.head_dim_v
     steps = pairs * tiles(problem, spec.block_q, spec.block_k)
     area = steps * spec.block_q * spec.block_k
     keys = 2 * spec.block_k * width
     queries = 0 if spec.q_in_registers else 2 * spec.block_q * spec.head_dim
+    operands = 2 * spec.block_k * (spec.warps * spec.head_dim + spec.out_warps_q * spec.head_dim_v)
+    weights = 0 if spec.p_in_registers else 2 * spec.block_q * spec.block_k * (1 + spec.warps // spec.out_warps_q)
     return Amounts(
         flops=2 * area * width,
         exps=area,
         memory_bytes=operand_bytes(problem),
-        shared_bytes=steps * ((1 + spec.warps) * keys + queries),
+        shared_bytes=steps * (keys + operands + queries + weights),
         tile_bytes=steps * keys,
     )
 

@@ -309,7 +309,7 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bo
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
     if path == "sm90":
-        if choose.split(problem, deterministic):
+        if choose.split(problem):
             plan = _plan_split_backward(device, problem, arrays, lse, dlse)
         else:
             plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, deterministic)

@@ -38,6 +38,7 @@ class ForwardSpec(Spec):
     block_q: int
     block_k: int
     warps: int
+    out_warps_q: int
     stages: int
     blocks_per_sm: int
     q_in_registers: bool
@@ -45,9 +46,14 @@ class ForwardSpec(Spec):
     access: int
 
     @property
+    def p_in_registers(self) -> bool:
+        return self.out_warps_q == self.warps
+
+    @property
     def shared_bytes(self) -> int:
         q = self.block_q * max(self.head_dim, self.head_dim_v)
-        return 2 * (q + self.stages * self.block_k * (self.head_dim + self.head_dim_v))
+        p = 0 if self.p_in_registers else self.block_q * (2 * self.block_k + 4)
+        return 2 * (q + self.stages * self.block_k * (self.head_dim + self.head_dim_v)) + p
 
 
 @dataclass(frozen=True)

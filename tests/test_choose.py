@@ -75,7 +75,12 @@ def is_valid(spec):
     assert spec.threads >= 128, "a copy by twos gives each thread of a row of 256 bytes its own column"
     pieces = {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v, "block_k": spec.block_k}
     if isinstance(spec, choose.ForwardSpec):
-        pieces["rows of a warp"] = spec.block_q / spec.warps
+        assert spec.warps % spec.out_warps_q == 0
+        pieces |= {
+            "score rows": spec.block_q / spec.warps,
+            "out rows": spec.block_q / spec.out_warps_q,
+            "out columns": spec.head_dim_v * spec.out_warps_q / spec.warps,
+        }
     else:
         warps = spec.warps
         for split in (spec.score_warps_k, spec.grad_warps_k, spec.dq_warps_q):
@@ -287,6 +292,9 @@ def test_shared_bytes():
     spec = choose.forward(problem(96, 64), 16, False, 232448).spec
     assert (spec.block_q, spec.block_k, spec.stages) == (128, 64, 2)
     assert spec.shared_bytes == 2 * (128 * 96 + 2 * 64 * (96 + 64))
+    spec = choose.forward(problem(256, 40), 16, False, 232448).spec  # p and a number for each row
+    assert (spec.block_q, spec.block_k, spec.stages, spec.head_dim_v, spec.out_warps_q) == (64, 64, 1, 64, 1)
+    assert spec.shared_bytes == 2 * (64 * 256 + 64 * (256 + 64)) + 2 * 64 * 64 + 4 * 64
     spec = hopper(96, 40).spec  # rows of 64 columns: one panel after the other, from an address that 1024 divides
     assert (spec.block_q, spec.block_k, spec.q_slots, spec.slots, spec.head_dim_v) == (192, 96, 6, 4, 64)
     assert spec.shared_bytes == 1024 + 2 * 128 * (6 * 64 + 4 * 96)
@@ -309,7 +317,8 @@ def test_shared_bytes():
 @pytest.mark.parametrize("head_dim, padded", [(1, 16), (15, 16), (16, 16), (17, 32), (80, 80), (255, 256), (256, 256)])
 def test_padded_head_dim(head_dim, padded):
     spec = chosen("forward", 232448, head_dim, 40)
-    assert (spec.head_dim, spec.head_dim_v) == (padded, 48)
+    columns = 16 * spec.warps // spec.out_warps_q
+    assert (spec.head_dim, spec.head_dim_v) == (padded, -(-40 // columns) * columns)
     main = choose.backward(problem(head_dim, 40), 16, False, 232448)
     assert head_dim <= main.spec.head_dim < head_dim + 64 and 40 <= main.spec.head_dim_v < 40 + 64
     before, after = choose.before_backward(main, True, 8), choose.after_backward(main)
@@ -338,8 +347,8 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             "sm80/forward.cuh",
             FORWARD.format(
                 "bfloat16",
-                ".head_dim=64, .head_dim_v=64, .block_q=128, .block_k=64, .warps=4, .stages=2, .blocks_per_sm=2, "
-                ".q_in_registers=true, .float32_out=false, .access=16",
+                ".head_dim=64, .head_dim_v=64, .block_q=128, .block_k=64, .warps=4, .out_warps_q=4, .stages=2, "
+                ".blocks_per_sm=2, .q_in_registers=true, .float32_out=false, .access=16",
             ),
         ),
         (
@@ -347,8 +356,8 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             "sm80/forward.cuh",
             FORWARD.format(
                 "float16",
-                ".head_dim=112, .head_dim_v=128, .block_q=128, .block_k=32, .warps=4, .stages=1, .blocks_per_sm=2, "
-                ".q_in_registers=false, .float32_out=true, .access=8",
+                ".head_dim=112, .head_dim_v=128, .block_q=128, .block_k=32, .warps=4, .out_warps_q=4, .stages=1, "
+                ".blocks_per_sm=2, .q_in_registers=false, .float32_out=true, .access=8",
             ),
         ),
         (

@@ -452,8 +452,9 @@ __global__ void softmax(const float* scores, int tiles, float scale, float* out,
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           x[t].x[j][i] = scores[(16 * t + x[t].row(i / 2)) * kCols + 8 * j + x[t].col() + i % 2];
-    if (online.raise(x, scale * kLog2E)) online.rescale(sums);
-    online.exponentiate(x, scale * kLog2E);
+    online.weigh(x, scale * kLog2E, [&](const float (&factor)[kRowTiles][2]) {
+      for (int t = 0; t < kRowTiles; ++t) sums[t].scale_rows(factor[t][0], factor[t][1]);
+    });
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll

@@ -20,10 +20,33 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) top[t][half] = -kInfinity, sum[t][half] = 0.f;
   }
 
-  // Raises top where scores exceed it; whether any row of the warp did. Then out lags behind until `rescale`. Rarely
-  // does any: then no lane need know the maximum of a whole row, only that its own columns do not exceed top.
-  template <int kCols>
-  __device__ __forceinline__ bool raise(const Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
+  // scores -> exp2(scale_log2 * (scores - top)), added to sum. Where they exceed top it is raised first, and
+  // `rescale(factor)` is to bring out after it.
+  template <int kCols, class Rescale>
+  __device__ __forceinline__ void weigh(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2, Rescale rescale) {
+    raise(scores, scale_log2, rescale);
+    exponentiate(scores, scale_log2);
+  }
+
+  // 1 / sum and the log-sum-exp of the row; 0 and -inf where no key was seen.
+  __device__ __forceinline__ void finish(int t, int half, float scale, float& inverse, float& lse) {
+    float total = sum[t][half];
+    total += __shfl_xor_sync(kFullWarp, total, 1);
+    total += __shfl_xor_sync(kFullWarp, total, 2);
+    inverse = total == 0.f ? 0.f : 1.f / total;
+    lse = total == 0.f ? -kInfinity : fmaf(top[t][half], scale, logf(total));
+  }
+
+ private:
+  __device__ __forceinline__ static bool exceeds(float score, float top, float scale_log2) {
+    return (score - top) * scale_log2 > kSlack;  // also where the row had no key so far
+  }
+
+  // Rarely does any row grow: then no lane need know the maximum of a whole row, only that its columns do not exceed
+  // top.
+  template <int kCols, class Rescale>
+  __device__ __forceinline__ void raise(const Accumulator<kCols> (&scores)[kRowTiles], float scale_log2,
+                                        Rescale rescale) {
     float highest[kRowTiles][2];
     bool grew = false;
 #pragma unroll
@@ -34,11 +57,12 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int j = 0; j < kCols / 8; ++j) {
           const float pair = fmaxf(scores[t].x[j][2 * half], scores[t].x[j][2 * half + 1]);
-          m = j == 0 ? pair : fmaxf(m, pair);  // of two instructions only one waits for the last one
+          m = j == 0 ? pair : fmaxf(m, pair);
         }
         grew |= exceeds(m, top[t][half], scale_log2);
       }
-    if (!__any_sync(kFullWarp, grew)) return false;
+    if (!__any_sync(kFullWarp, grew)) return;
+    float factor[kRowTiles][2];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
@@ -51,17 +75,9 @@ struct OnlineSoftmax {
         sum[t][half] *= factor[t][half];
         old = next;
       }
-    return true;
+    rescale(factor);
   }
 
-  // Brings out to the present top.
-  template <int kOutCols>
-  __device__ __forceinline__ void rescale(Accumulator<kOutCols> (&out)[kRowTiles]) const {
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) out[t].scale_rows(factor[t][0], factor[t][1]);
-  }
-
-  // scores -> exp2(scale_log2 * (scores - top)), added to sum.
   template <int kCols>
   __device__ __forceinline__ void exponentiate(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
     float base[kRowTiles][2];
@@ -84,22 +100,6 @@ struct OnlineSoftmax {
           x = exp2f(fmaf(x, scale_log2, -base[t][i / 2]));
           sum[t][i / 2] += x;
         }
-  }
-
-  // 1 / sum and the log-sum-exp of the row; 0 and -inf where no key was seen.
-  __device__ __forceinline__ void finish(int t, int half, float scale, float& inverse, float& lse) {
-    float total = sum[t][half];
-    total += __shfl_xor_sync(kFullWarp, total, 1);
-    total += __shfl_xor_sync(kFullWarp, total, 2);
-    inverse = total == 0.f ? 0.f : 1.f / total;
-    lse = total == 0.f ? -kInfinity : fmaf(top[t][half], scale, logf(total));
-  }
-
- private:
-  float factor[kRowTiles][2];  // of the last raise
-
-  __device__ __forceinline__ static bool exceeds(float score, float top, float scale_log2) {
-    return (score - top) * scale_log2 > kSlack;  // also where the row had no key so far
   }
 
   // For huge scores: score - top is exact where score * scale - top * scale is not. A row without keys so far is

@@ -6,7 +6,8 @@ namespace cupyflash {
 struct ForwardSpec {
   int head_dim, head_dim_v;  // padded: multiples of 16
   int block_q, block_k;      // rows and keys of one tile
-  int warps;                 // each owns block_q / warps rows
+  int warps;                 // each owns block_q / warps rows of S
+  int out_warps_q;           // warps along the queries in out; the others split the head dim
   int stages;                // K and V tiles in flight: 1 or 2
   int blocks_per_sm;         // promised to the compiler, bounds the registers
   bool q_in_registers;
@@ -14,6 +15,8 @@ struct ForwardSpec {
   int access;  // bytes of one global load or store: 16, 8, 4 or 2
 
   __device__ constexpr int rows_per_warp() const { return block_q / warps; }
+  // P stays in registers where the warp that made it is the one that needs it.
+  __device__ constexpr bool p_in_registers() const { return out_warps_q == warps; }
 };
 
 struct HopperForwardSpec {

@@ -35,9 +35,14 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     forward(const __grid_constant__ ForwardParams p) {
   constexpr int kThreads = 32 * kSpec.warps, kRowTiles = kSpec.rows_per_warp() / 16;
   constexpr int kSteps = kSpec.head_dim / 16, kAccess = kSpec.access;
+  // What a warp owns of out.
+  constexpr int kOutRows = kSpec.block_q / kSpec.out_warps_q, kOutRowTiles = kOutRows / 16;
+  constexpr int kOutCols = kSpec.head_dim_v * kSpec.out_warps_q / kSpec.warps;
+  constexpr bool kPInRegisters = kSpec.p_in_registers();
   using QTile = Tile<kSpec.block_q, kSpec.head_dim>;
   using KTile = Tile<kSpec.block_k, kSpec.head_dim>;
   using VTile = Tile<kSpec.block_k, kSpec.head_dim_v>;
+  using PTile = Tile<kSpec.block_q, kSpec.block_k>;
   using OutTile = Tile<kSpec.block_q, kSpec.head_dim_v>;  // takes the place of q
   constexpr int kQBytes = QTile::kBytes > OutTile::kBytes ? QTile::kBytes : OutTile::kBytes;
 
@@ -48,6 +53,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const auto v_tile = [&](int stage) {
     return VTile(q_tile.base + kQBytes + kSpec.stages * KTile::kBytes + stage * VTile::kBytes);
   };
+  const PTile p_tile(v_tile(kSpec.stages).base);
+  // A number for each row, from the warp that owns its scores to those that own its out.
+  float* const row_factors = reinterpret_cast<float*>(shared + (p_tile.base + PTile::kBytes - q_tile.base));
 
   const Sizes& s = p.sizes;
   const int q_tiles = (s.seqlen_q + kSpec.block_q - 1) / kSpec.block_q;
@@ -57,15 +65,26 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Matrix v = head_of(p.v, work.batch, work.head / s.group, s.seqlen_k, s.head_dim_v);
 
   const Band band(s);
-  const int first_row = work.tile * kSpec.block_q, warp_row = warp_index() * kSpec.rows_per_warp();
+  const int first_row = work.tile * kSpec.block_q, warp = warp_index(), warp_row = warp * kSpec.rows_per_warp();
+  const int out_row = warp % kSpec.out_warps_q * kOutRows, out_col = warp / kSpec.out_warps_q * kOutCols;
   const Range rows = {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1};
   const Range seen_by_all = keys_of_all(band, rows);
   const Range tiles = tiles_of(band, first_row, kSpec.block_q, kSpec.block_k);
 
-  Accumulator<kSpec.head_dim_v> out[kRowTiles];
+  Accumulator<kOutCols> out[kOutRowTiles];
 #pragma unroll
-  for (int t = 0; t < kRowTiles; ++t) out[t].clear();
+  for (int t = 0; t < kOutRowTiles; ++t) out[t].clear();
   OnlineSoftmax<kRowTiles> softmax;
+  const auto scale_out = [&] {
+#pragma unroll
+    for (int t = 0; t < kOutRowTiles; ++t) {
+      const float* factors = row_factors + out_row + 16 * t;
+      out[t].scale_rows(factors[out[t].row(0)], factors[out[t].row(1)]);
+    }
+  };
+  const auto hand_over = [&](int t, int half, float factor) {
+    if (lane_index() % 4 == 0) row_factors[warp_row + 16 * t + out[0].row(half)] = factor;
+  };
 
   if (tiles.last >= tiles.first) {
     load_tile<kThreads, kAccess>(q_tile, q, first_row);
@@ -90,19 +109,20 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         load_tile<kThreads, kAccess>(k_tile(stage ^ 1), k, (tile - 1) * kSpec.block_k);
         load_tile<kThreads, kAccess>(v_tile(stage ^ 1), v, (tile - 1) * kSpec.block_k);
       }
-    } else {
-      load_tile<kThreads, kAccess>(v_tile(0), v, tile * kSpec.block_k);
+      commit_copies();
     }
-    commit_copies();
+    const auto load_values = [&](int i, int n) {
+      if constexpr (kSpec.stages == 1) load_part<kThreads, kAccess>(v_tile(0), v, tile * kSpec.block_k, i, n);
+    };
 
     Accumulator<kSpec.block_k> scores[kRowTiles];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) scores[t].clear();
     const RightTransposed k_operand(k_tile(stage));
     if constexpr (kSpec.q_in_registers)
-      product<T, kSteps>(scores, q_operand, k_operand);
+      product<T, kSteps>(scores, q_operand, k_operand, load_values);
     else
-      product<T, kSteps>(scores, Left(q_tile, warp_row), k_operand);
+      product<T, kSteps>(scores, Left(q_tile, warp_row), k_operand, load_values);
 
     const int first_key = tile * kSpec.block_k;
     if (first_key < seen_by_all.first || first_key + kSpec.block_k - 1 > seen_by_all.last) {
@@ -111,43 +131,76 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         scores[t].hide(first_row + warp_row + 16 * t, first_key, -kInfinity, [&](int row) { return band.keys(row); });
     }
 
-    if constexpr (kSpec.stages == 1) {
-      wait_copies<0>();
-      __syncthreads();  // v has landed, and every warp is done with k
-      if (tile > tiles.first) load_tile<kThreads, kAccess>(k_tile(0), k, (tile - 1) * kSpec.block_k);
-      commit_copies();
+    if constexpr (kPInRegisters) {
+      if constexpr (kSpec.stages == 1) {
+        wait_copies<0>();
+        __syncthreads();  // v has landed, and every warp is done with k
+        if (tile > tiles.first) load_tile<kThreads, kAccess>(k_tile(0), k, (tile - 1) * kSpec.block_k);
+        commit_copies();
+      }
+      softmax.weigh(scores, s.scale_log2, [&](const float (&factor)[kRowTiles][2]) {
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) out[t].scale_rows(factor[t][0], factor[t][1]);
+      });
+      product<T, kSpec.block_k / 16>(out, rounded<T>(scores), Right(v_tile(stage)));
+    } else {
+      float factors[kRowTiles][2];
+      bool grew = false;
+      softmax.weigh(scores, s.scale_log2, [&](const float (&factor)[kRowTiles][2]) {
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) factors[t][0] = factor[t][0], factors[t][1] = factor[t][1];
+        grew = true;
+      });
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) {
+        p_tile.template store<T>(scores[t], warp_row + 16 * t, 0);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) hand_over(t, half, grew ? factors[t][half] : 1.f);
+      }
+      if constexpr (kSpec.stages == 1) wait_copies<0>();
+      if (__syncthreads_or(grew)) scale_out();  // P is complete, v has landed, and every warp is done with k
+      Matrix next_k = k;
+      if (tile == tiles.first) next_k.cols = 0;  // there is none
+      const auto load_keys = [&](int i, int n) {
+        if constexpr (kSpec.stages == 1)
+          load_part<kThreads, kAccess>(k_tile(0), next_k, (tile - 1) * kSpec.block_k, i, n);
+      };
+      product<T, kSpec.block_k / 16>(out, Left(p_tile, out_row), Right(v_tile(stage), out_col), load_keys);
     }
-    if (softmax.raise(scores, s.scale_log2)) softmax.rescale(out);
-    softmax.exponentiate(scores, s.scale_log2);
-    product<T, kSpec.block_k / 16>(out, rounded<T>(scores), Right(v_tile(stage)));
     if constexpr (kSpec.stages == 2) stage ^= 1;
   }
 
+  if constexpr (!kPInRegisters) __syncthreads();  // every warp has read the factors of its last tile
 #pragma unroll
   for (int t = 0; t < kRowTiles; ++t) {
     float inverse[2], lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       softmax.finish(t, half, s.scale, inverse[half], lse[half]);
-      const int row = first_row + warp_row + 16 * t + out[t].row(half);
+      const int row = first_row + warp_row + 16 * t + out[0].row(half);
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && row < s.seqlen_q)
         p.lse.at(work.batch, work.head)[row * p.lse.row] = lse[half];
+      if constexpr (!kPInRegisters) hand_over(t, half, inverse[half]);
     }
-    out[t].scale_rows(inverse[0], inverse[1]);
+    if constexpr (kPInRegisters) out[t].scale_rows(inverse[0], inverse[1]);
+  }
+  if constexpr (!kPInRegisters) {
+    __syncthreads();
+    scale_out();
   }
   const Matrix target = head_of(p.out, work.batch, work.head, s.seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
   if constexpr (kSpec.float32_out || kAccess < 16) {
 #pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) {
+    for (int t = 0; t < kOutRowTiles; ++t) {
       if constexpr (kSpec.float32_out)
-        store_direct<float, 4>(out[t], target, first_row + warp_row + 16 * t, 0);
+        store_direct<float, 4>(out[t], target, first_row + out_row + 16 * t, out_col);
       else
-        store_direct<T, kAccess>(out[t], target, first_row + warp_row + 16 * t, 0);
+        store_direct<T, kAccess>(out[t], target, first_row + out_row + 16 * t, out_col);
     }
   } else {
     __syncthreads();  // every warp is done with q, whose place the tile takes
 #pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) out_tile.template store<T>(out[t], warp_row + 16 * t, 0);
+    for (int t = 0; t < kOutRowTiles; ++t) out_tile.template store<T>(out[t], out_row + 16 * t, out_col);
     __syncthreads();
     store_tile<kThreads>(out_tile, target, first_row);
   }

@@ -37,6 +37,12 @@ struct Tile {
     return (address ^ (unit % kPhases * 16)) + (row * kUnits + unit / kPhases * kPhases) * 16;
   }
 
+  // kCount rows from `row` on, a multiple of 8.
+  template <int kCount>
+  __device__ __forceinline__ Tile<kCount, kCols> rows(int row) const {
+    return Tile<kCount, kCols>(base + row * (kUnits * 16));
+  }
+
   // Rounds an accumulator into rows `row` ... row + 15, columns from `col` on.
   template <class T, int kAccCols>
   __device__ __forceinline__ void store(const Accumulator<kAccCols>& acc, int row, int col) const {
@@ -50,25 +56,45 @@ struct Tile {
 };
 
 // Starts to copy the rows from `first` on into the tile; what lies outside of the matrix becomes zero. A row is cut
-// into runs of a power of two of units, so that a thread keeps its column and its bank group from row to row.
+// into runs of a power of two of units, so that a thread keeps its column and its bank group from row to row, and one
+// address serves all runs of one size.
 template <int kThreads, int kAccess, int kUnit = 0, int kRows, int kCols>
 __device__ __forceinline__ void load_tile(Tile<kRows, kCols> tile, const Matrix& m, int first) {
   constexpr int kRun = min_of(power_of_two_in(tile.kUnits - kUnit), 16), kPieces = kRun * 16 / kAccess;
-  constexpr int kRowStep = kThreads / kPieces;
+  constexpr int kRuns = (tile.kUnits - kUnit) / kRun, kRowStep = kThreads / kPieces;
   const int thread = opaque(int(threadIdx.x)), row = thread / kPieces, byte = kUnit * 16 + thread % kPieces * kAccess;
-  const int limit = 2 * m.cols > byte ? m.rows - first - row : 0;
+  int limit[kRuns];
+#pragma unroll
+  for (int run = 0; run < kRuns; ++run) limit[run] = 2 * m.cols > byte + run * kRun * 16 ? m.rows - first - row : 0;
   const int64 step = kRowStep * m.stride;
   const char* source = m.data + (first + row) * m.stride + byte;
   constexpr int kUnroll = kAccess == 16 ? 64 : 1;  // narrow copies are for odd shapes: small code, quick to compile
 #pragma unroll kUnroll
   for (int i = 0; i < (kRows + kRowStep - 1) / kRowStep; ++i) {
     if (kRows % kRowStep != 0 && row + i * kRowStep >= kRows) break;
-    const uint32 target = kRowStep % 8 == 0 ? tile.moved(tile.at(row, byte / 16), i * kRowStep, 0)
-                                            : tile.at(row + i * kRowStep, byte / 16);
-    copy_async<kAccess>(target + byte % 16, source, i * kRowStep < limit);
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const int unit = byte / 16 + run * kRun;
+      const uint32 target =
+          kRowStep % 8 == 0 ? tile.moved(tile.at(row, unit), i * kRowStep, 0) : tile.at(row + i * kRowStep, unit);
+      copy_async<kAccess>(target + byte % 16, source + run * kRun * 16, i * kRowStep < limit[run]);
+    }
     source = opaque(source + step);
   }
-  if constexpr (kUnit + kRun < tile.kUnits) load_tile<kThreads, kAccess, kUnit + kRun>(tile, m, first);
+  if constexpr (kUnit + kRuns * kRun < tile.kUnits) load_tile<kThreads, kAccess, kUnit + kRuns * kRun>(tile, m, first);
+}
+
+// The part of that copy that is due at piece i of n of a product: so that neither waits for the other at the door of
+// shared memory. The last part leaves half way, and commits all.
+template <int kThreads, int kAccess, int kRows, int kCols>
+__device__ __forceinline__ void load_part(Tile<kRows, kCols> tile, const Matrix& m, int first, int i, int n) {
+  constexpr int kPart = kAccess == 16 ? 16 : kRows, kParts = kRows / kPart;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    if (i != part * n / (2 * kParts)) continue;
+    load_tile<kThreads, kAccess>(tile.template rows<kPart>(part * kPart), m, first + part * kPart);
+    if (part == kParts - 1) commit_copies();
+  }
 }
 
 // Copies the tile to the rows from `first` on, as far as they exist, in units of 16 bytes.
@@ -127,9 +153,15 @@ struct RightTransposed {  // rows from `row` on become the columns
   }
 };
 
-// acc += left right over kSteps of 16. left(a, t, step): 16 rows; right(b, step, j): 16 columns.
-template <class T, int kSteps, int kRowTiles, int kCols, class Left, class Right>
-__device__ __forceinline__ void product(Accumulator<kCols> (&acc)[kRowTiles], Left left, Right right) {
+struct Nothing {
+  __device__ __forceinline__ void operator()(int, int) const {}
+};
+
+// acc += left right over kSteps of 16. left(a, t, step): 16 rows; right(b, step, j): 16 columns; meanwhile(i, n): what
+// else to do while piece i of n is multiplied.
+template <class T, int kSteps, int kRowTiles, int kCols, class Left, class Right, class Meanwhile = Nothing>
+__device__ __forceinline__ void product(Accumulator<kCols> (&acc)[kRowTiles], Left left, Right right,
+                                        Meanwhile meanwhile = {}) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     uint32 a[kRowTiles][4];
@@ -139,6 +171,7 @@ __device__ __forceinline__ void product(Accumulator<kCols> (&acc)[kRowTiles], Le
     for (int j = 0; j < kCols / 16; ++j) {
       uint32 b[4];
       right(b, step, j);
+      meanwhile(step * (kCols / 16) + j, kSteps * (kCols / 16));
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
         multiply<T>(acc[t].x[2 * j], a[t], b[0], b[1]);

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[Tiles::kBarriers];
-  __shared__ Job jobs[Tiles::kJobs];
+  __shared__ Job jobs[kSpec.stages];
   __shared__ KeyTile key_tiles[kSpec.key_slots];
   Tiles tiles(first_tile(shared), barriers, jobs, key_tiles);
   if (threadIdx.x == 0) {
@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   uint32 prob_operand[kBlockQ / 16][4], ds_operand[kBlockQ / 16][4];
   dk.clear(), dv.clear();
   // Of the present tile, read a tile ahead: shared memory answers late, behind what is being added to dq.
-  int flags, flags_before = 0;
-  uint32 part, part_before = kNone;  // of dq_sum: where this warp adds
+  int flags, flags_before = 0, blocks = 0;
+  uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
   constexpr bool kReadsAhead = kSpec.access == 16;  // the narrow stores have no registers left for lse
 
@@ -111,16 +111,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
                (tiles.statistics + tiles.queries().slot(ahead) * Tiles::kStatisticBytes - shared_address(shared))) +
            lane_index() % 4;
   };
+  const auto part = [&] {
+    const int own = (kByQueries ? 4 * group : 0) + warp_row() / 16;
+    return own < blocks ? (block + own) * (kByQueries ? 1 : kGroups) + (kByQueries ? 0 : group) : kNone;
+  };
   const auto read_job = [&](int ahead) {
     const Job& job = tiles.job(ahead);
-    const int block = (kByQueries ? 4 * group : 0) + warp_row() / 16;
-    flags_before = flags, part_before = part;
-    flags = job.flags;
-    part = block < job.blocks ? (job.block + block) * (kByQueries ? 1 : kGroups) + (kByQueries ? 0 : group) : kNone;
+    flags_before = flags, part_before = part();
+    flags = job.flags, block = job.block, blocks = job.blocks;
   };
-  const auto read_lse = [&](int ahead) {
+  const auto read_lse = [&](int ahead, int first, int end) {
 #pragma unroll
-    for (int step = 0; step < kBlockQ / 16; ++step) lse[step] = statistics(ahead)[8 * step];
+    for (int step = first; step < end; ++step) lse[step] = statistics(ahead)[8 * step];
   };
   const auto add_dq = [&](uint32 part, int ahead) {
     if constexpr (kSpec.deterministic) tiles.adding().wait(ahead);
@@ -141,7 +143,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   };
   const auto weigh = [&](int flags) {
     wgmma_wait<1>();  // S^T is there
-    if constexpr (!kReadsAhead) read_lse(0);
+    if constexpr (!kReadsAhead) read_lse(0, 0, kBlockQ / 16);
     if (flags >> group & 1) {
       const Band band(s);
       prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query, hidden_score(s),
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     tiles.douts().wait();
     tiles.values().wait();
     issue_ds(0, 0);
-    if constexpr (kReadsAhead) read_lse(0);
+    if constexpr (kReadsAhead) read_lse(0, 0, kBlockQ / 16);
     return true;
   };
 
@@ -205,12 +207,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
 
       turns.wait();
       issue_dv();
-      fence_async_shared();  // dS^T has arrived by now
-      __syncwarp();
-      if (lane_index() == 0) barrier_arrive(tiles.ds_ring().full(tiles.ds_ring().slot()));
       // Of the tile before; where there is none, the product of whatever is there goes nowhere.
       issue_dq(-1, keys_end ? -1 : 0);
       issue_dk();
+      fence_async_shared();  // here, where it costs no time
+      __syncwarp();
+      if (lane_index() == 0) barrier_arrive(tiles.ds_ring().full(tiles.ds_ring().slot()));
       wgmma_wait<1>();  // dv and dq are there
       tiles.douts().release();
       if (!first) tiles.ds_ring().release(-1);
@@ -218,6 +220,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       if (flags & Job::kDrains) break;
       tiles.queries().wait(1);
       read_job(1);
+      if constexpr (kReadsAhead) read_lse(1, 0, kBlockQ / 32);
       if constexpr (!kSpec.early) {
         if (!first) add_dq(target, -1);
         wgmma_wait<0>();  // dk is there
@@ -233,7 +236,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
         wgmma_wait<1>();  // dk is there
       }
       tiles.queries().release();
-      if constexpr (kReadsAhead) read_lse(1);
+      if constexpr (kReadsAhead) read_lse(1, kBlockQ / 32, kBlockQ / 16);
       tiles.douts().wait(1);
       if (goes_on) tiles.values().wait(1);
       issue_ds(1, goes_on);
@@ -245,7 +248,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     tiles.ds_ring().wait();
     issue_dq(0, 0);
     wgmma_wait<0>();
-    add_dq(part, 0);
+    add_dq(part(), 0);
     tiles.queries().release();
     store_gradients();
     tiles.ds_ring().release(), tiles.keys().release();

@@ -40,8 +40,6 @@ struct BackwardTiles {  // in shared memory
   static constexpr int kKBytes = tile_bytes(kBlockK, kSpec.head_dim), kVBytes = tile_bytes(kBlockK, kSpec.head_dim_v);
   static constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ), kStatisticBytes = 8 * kBlockQ;
   static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 6;
-  static constexpr int kJobs = 2;
-  static_assert(kSpec.stages <= kJobs);
 
   uint32 k, v, q, dout, ds, statistics, barriers;
   Job* jobs;
@@ -76,7 +74,7 @@ struct BackwardTiles {  // in shared memory
   __device__ __forceinline__ Ring<1> adding() const {
     return Ring<1>(barriers + 32 * kSlots + 32 * kSpec.stages + 32, count);
   }
-  __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[(count + ahead) % kJobs]; }
+  __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[queries().slot(ahead)]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
     ++count;
@@ -167,15 +165,20 @@ __device__ __forceinline__ Job make_job(const HopperBackwardParams& p, const Wor
 // sees to the order: what it waits for, others need not. Its fence covers what they added before they arrived.
 template <HopperBackwardSpec kSpec>
 __device__ __forceinline__ void keep_order(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
-  for (;; tiles.advance(false)) {
+  const auto read_job = [&] {
     tiles.queries().wait();
     const Job job = tiles.job();
     barrier_arrive(tiles.queries().empty(tiles.queries().slot()));
-    if (job.flags & Job::kEnd) return;
+    return job;
+  };
+  Job job = read_job();
+  while (!(job.flags & Job::kEnd)) {
     uint32* const added = p.turn + 1 + job.block;
     while (load_acquire(added) < job.before) __nanosleep(20);
     const Ring<1> adding = tiles.adding();
     barrier_arrive(adding.full(0));
+    tiles.advance(false);
+    job = read_job();  // now, so that its place is not kept for long
     barrier_wait(adding.empty(0), adding.parity());
     add_release(added, 1);
   }

@@ -146,13 +146,14 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     for (int step = 0; step < kBlockK / 16; ++step) Wgmma<T, kDimV>::times(out[0].x, weights[step], v[step]);
     wgmma_commit();
   };
-  const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be rescaled
+  const auto weigh = [&](int tile) {  // scores -> weights in float32
     const int first_key = tile * kBlockK;
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
       scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
-    const bool raised = softmax.raise(scores, s.scale_log2);
-    softmax.exponentiate(scores, s.scale_log2);
-    return raised;
+    softmax.weigh(scores, s.scale_log2, [&](const float (&factor)[1][2]) {
+      wgmma_wait<0>();  // out is there
+      out[0].scale_rows(factor[0][0], factor[0][1]);
+    });
   };
   const auto round_weights = [&] {
 #pragma unroll
@@ -229,12 +230,11 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         turns.pass_on();
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
-        const bool raised = weigh(tile);
+        weigh(tile);
         wgmma_wait<0>();  // out is there; v and the registers of the weights are free
         ring.release(1);
         ring.advance(2);
         round_weights();
-        if (raised) softmax.rescale(out);
       }
       if (after > 0) turns.wait(), turns.pass_on(), skip(1);
       ring.wait();
