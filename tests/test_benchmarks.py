@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ def path(monkeypatch):
     """Scripts import each other as neighbours."""
     monkeypatch.syspath_prepend(FOLDER)
     yield
-    for name in ("compare", "retrieval", "side_by_side", "standard", "table", "torch_attention", "traffic"):
-        sys.modules.pop(name, None)
+    for script in FOLDER.glob("*.py"):
+        sys.modules.pop(script.stem, None)
 
 
 # --- traffic.py
@@ -276,3 +277,107 @@ def test_retrieval_is_learnt(tmp_path, capsys):
     result = json.loads(output.read_text())
     assert result["accuracy"] > 0.99 and result["steps"][-1]["items"] == 64
     assert result["steps"][0]["accuracy"] < 0.1
+
+
+# --- training.py
+
+TINY = "--cpu --layers 2 --heads 2 --width 32 --vocabulary 128 --tokens 64 --rounds 1 --steps 2".split()
+
+
+@pytest.fixture
+def training():
+    pytest.importorskip("torch")
+    import training
+
+    return training
+
+
+def test_size_of_gpt2(training):
+    import torch
+
+    with torch.device("meta"):
+        model = training.GPT(None, 12, 12, 768, vocabulary=50257, positions=1024)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808  # of GPT-2 small
+
+
+@pytest.mark.parametrize("name", ["standard", "torch", "cupyflash"])
+def test_gpt_sees_no_token_that_follows(training, name):
+    import torch
+
+    model = training.GPT(training.IMPLEMENTATIONS[name], 2, 2, 32, vocabulary=64, positions=24)
+    tokens = torch.arange(48).view(2, 24)
+    before = model(tokens)
+    tokens[:, 16] += 7
+    after = model(tokens)
+    torch.testing.assert_close(after[:, :16], before[:, :16])
+    assert ((after - before)[:, 16:].abs().amax(dim=-1) > 1e-4).all()
+
+
+def test_training_agrees(training, tmp_path, capsys):
+    output = tmp_path / "out.json"
+    assert training.main([*TINY, "--seqlens", "16", "32", "--output", str(output)]) == 0
+    result, printed = json.loads(output.read_text()), capsys.readouterr()
+    assert list(result["cells"]) == ["S16", "S32"] and result["cells"]["S32"]["batch"] == 2
+    for cell in result["cells"].values():
+        assert cell["steps"] == 6 and cell["failed"] == {} and set(cell["loss"]) == set(training.IMPLEMENTATIONS)
+        assert all(first > last for first, last in cell["loss"].values())
+        assert 0 < cell["differences"]["gradients"] < 0.02
+    caption, _, *lines = printed.out.splitlines()
+    assert caption.startswith("2 layers of 2 heads") and len(lines) == 8
+    assert lines[2].startswith("| 16 | 4 | standard | ") and " | 1.00 | – | " in lines[2]
+    assert len({line.count("|") for line in lines}) == 1
+    assert "S32" in printed.err and "S32" not in printed.out
+
+
+def test_training_that_disagrees(training, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(training.IMPLEMENTATIONS, "torch", lambda q, k, v, causal: training.attention(q, k, v))
+    output = tmp_path / "out.json"
+    assert training.main([*TINY, "--seqlens", "32", "--output", str(output)]) == 1
+    assert "training.py: S32: gradients differ by" in capsys.readouterr().err
+    nan = SimpleNamespace(losses=[training.torch.tensor(np.nan)] * 2, gradients=training.torch.ones(3, 1))
+    assert training.differences([nan, nan]) == {"first": np.inf, "last": np.inf, "gradients": 0}
+
+
+def test_training_out_of_memory(training, tmp_path, capsys, monkeypatch):
+    def fail(*arguments, **options):
+        raise training.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setitem(training.IMPLEMENTATIONS, "standard", fail)
+    output = tmp_path / "out.json"
+    arguments = [*TINY, "--seqlens", "32", "--output", str(output)]
+    assert training.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4] == "| 32 | 2 | standard | out of memory | – | – | – | – | – |"
+    assert lines[6].startswith("| 32 | 2 | cupyflash | ")
+    monkeypatch.setitem(training.IMPLEMENTATIONS, "cupyflash", fail)
+    assert training.main(arguments) == 1
+    assert "S32: cupyflash failed: out of memory" in capsys.readouterr().err
+
+
+def test_training_that_ends_in_a_later_round(training, tmp_path, monkeypatch):
+    seconds = training.Training.seconds
+
+    def fail(self, steps):
+        if self.model.blocks[0].attend is training.standard_attention:
+            raise training.torch.OutOfMemoryError("CUDA out of memory")
+        return seconds(self, steps)
+
+    monkeypatch.setattr(training.Training, "seconds", fail)
+    output = tmp_path / "out.json"
+    assert training.main([*TINY, "--rounds", "2", "--seqlens", "32", "--output", str(output)]) == 0
+    cell = json.loads(output.read_text())["cells"]["S32"]
+    assert cell["failed"] == {"standard": "out of memory"}
+    assert all(list(cell[what]) == ["torch", "cupyflash"] for what in ("loss", "milliseconds", "peak_bytes"))
+
+
+def test_training_refuses(training, capsys):
+    if not training.torch.cuda.is_available():
+        assert training.main([]) == 2
+        assert "needs a CUDA GPU" in capsys.readouterr().err
+    for arguments, words in (
+        (["--seqlens", "1000"], "--seqlens has 1000; allowed: divisors of --tokens, 16384"),
+        (["--heads", "7"], "--width is 768; allowed: multiples of --heads, 7"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            training.main(arguments)
+        assert words in capsys.readouterr().err
