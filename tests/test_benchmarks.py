@@ -381,3 +381,105 @@ def test_training_refuses(training, capsys):
         with pytest.raises(SystemExit, match="2"):
             training.main(arguments)
         assert words in capsys.readouterr().err
+
+
+# --- pictures.py
+
+
+def result_of_traffic():
+    import traffic
+
+    cells = []
+    for batch, seqlen in ((64, 1024), (64, 512), (32, 1024), (16, 2048)):
+        least = traffic.formulas(batch, seqlen)
+        measured = {name: {"read": 0.6 * n, "write": 0.6 * n, "kernels": 2} for name, n in least.items()}
+        cells.append({"batch": batch, "seqlen": seqlen, "formula": least, "measured": measured})
+    return {"gpu": "some GPU", "date": "2026-01-01", "dtype": "float16", "heads": 16, "head_dim": 64, "cells": cells}
+
+
+def result_of_training():
+    names = ["standard", "torch", "cupyflash"]
+
+    def cell(batch, fits):
+        return {
+            "batch": batch,
+            "tokens_per_second": {name: 100_000 for name in fits},
+            "peak_bytes": {name: {"torch": 20_000_000_000, "cupy": 50_000_000} for name in fits},
+            "failed": {name: "out of memory" for name in names if name not in fits},
+        }
+
+    cells = {"S1024": cell(16, names), "S4096": cell(4, names[1:])}
+    model = {"layers": 12, "heads": 12, "width": 768, "dtype": "bfloat16"}
+    return {"gpu": "some GPU", "date": "2026-01-01", "attention": names, **model, "cells": cells}
+
+
+def result_of_retrieval():
+    steps = [
+        {"step": n, "items": 16 * 4 ** (n // 10), "loss": 4.2 / n, "accuracy": 1 - 1 / n, "seconds": n}
+        for n in range(1, 70)
+    ]
+    standard = {"out_of_memory": "CUDA out of memory. Tried to allocate 64 GiB."}
+    return {"device": "some GPU", "items": 65536, "steps": steps, "accuracy": 0.999, "standard": standard}
+
+
+@pytest.fixture
+def results(tmp_path):
+    made = {"table": result_of_table(), "traffic": result_of_traffic(), "training": result_of_training()}
+    made |= {"retrieval": result_of_retrieval()}
+    made |= {"side_by_side": json.loads((FOLDER / "side_by_side.json").read_text())}
+    made["table"]["gpu"] = made["side_by_side"]["gpu"]
+    for name, result in made.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    return tmp_path
+
+
+def test_every_picture(results, capsys):
+    image = pytest.importorskip("matplotlib.image")
+    import pictures
+
+    first, second = (["--results", str(results), "--output-dir", str(results / name)] for name in ("first", "second"))
+    assert pictures.main(first) == 0
+    drawn = sorted((results / "first").iterdir())
+    assert [path.stem for path in drawn] == sorted(pictures.PICTURES) and capsys.readouterr().err == ""
+    for path in drawn:
+        assert path.stat().st_size < 60_000
+        height, width, _ = image.imread(path).shape
+        assert width == 1152 and 400 < height < 1000
+    assert pictures.main([*second, "--only", "traffic"]) == 0  # the same result, the same file
+    assert (results / "second/traffic.png").read_bytes() == (results / "first/traffic.png").read_bytes()
+
+
+def test_pictures_that_are_left_out(results, capsys):
+    pytest.importorskip("matplotlib")
+    import pictures
+
+    for name in ("table", "training"):
+        (results / f"{name}.json").unlink()
+    arguments = ["--results", str(results), "--output-dir", str(results / "out"), "--format", "svg", "--only"]
+    assert pictures.main([*arguments, "training", "roofline"]) == 0  # whose standard attention is by formula then
+    assert [path.name for path in (results / "out").iterdir()] == ["roofline.svg"]
+    assert capsys.readouterr().err == f"training is left out: {results / 'training.json'} is missing\n"
+    assert pictures.main([*arguments, "training"]) == 1
+
+
+def test_points_under_the_roofline():
+    pytest.importorskip("matplotlib")
+    import pictures
+
+    result = {
+        "gpu": "NVIDIA H200",
+        "dtype": "bfloat16",
+        "ceilings": {"bf16 matmul TFLOP/s": 800, "copy TB/s": 4},
+        "cells": {f"d64 full S{n}": {"tflops": {"cupyflash.fwd": n / 10, "fa2.fwd": 1}} for n in (512, 1024)},
+    }
+    device = pictures.DEVICES["H200"]
+    ((title, points, _),) = pictures.ours_by_intensity(result, device, "fwd")
+    assert title == "cupyflash, head_dim 64" and [rate for _, rate in points] == [51.2, 102.4]
+    # 4 n^2 d operations, and four arrays of n d elements of two bytes and n numbers of four.
+    assert [n for n, _ in points] == pytest.approx([4 * n * n * 64 / (8 * n * 64 + 4 * n) for n in (512, 1024)])
+    lengths = {"cells": {"bert-large full S1024": {"batch": 16, "milliseconds": {"standard-torch.fwd": 2.0}}}}
+    measured, *most = pictures.standard_by_intensity(lengths, device, "fwd")
+    assert measured[1][0][1] == pytest.approx(4 * 16 * 16 * 1024**2 * 64 / 2e-3 / 1e12)
+    assert [points[0][1] for _, points, _ in most] == pytest.approx(
+        [points[0][0] * device.memory / 1e12 for _, points, _ in most]
+    )
