@@ -371,16 +371,16 @@ def retrieval(result):
     right = [record["accuracy"] for record in records]
     loss = [record["loss"] / GUESSING for record in records]
     handles["right answers"] = axis.plot(steps, right, color=BLUE, linewidth=1.6, zorder=4)[0]
-    handles["loss, of that of guessing"] = axis.plot(steps, loss, color=RED, linewidth=1.1)[0]
+    handles["loss, relative to guessing"] = axis.plot(steps, loss, color=RED, linewidth=1.1)[0]
     starts = [a["step"] for before, a in zip([{"items": 0}, *records], records) if a["items"] != before["items"]]
     items = {record["step"]: record["items"] for record in records}
     room, free_from = 0.04 * (steps[-1] - steps[0] + 1), [-math.inf, -math.inf]
     for number, start in enumerate(starts):
         axis.axvline(start, color="0.7", linewidth=0.8, zorder=1)
-        height = number % 2
+        height = 1 - number % 2
         if start >= free_from[height]:  # else its name would lie on another one
             beside = {"xytext": (2, 0), "textcoords": "offset points", "fontsize": 7, "color": DARK}
-            axis.annotate(short(items[start]), (start, 1.05 + 0.08 * height), **beside)
+            axis.annotate(short(items[start]), (start, 1.06 + 0.07 * height), **beside)
             free_from[height] = start + room
     axis.grid(visible=False, axis="x")
     axis.set(xlabel="step; above: items of a sequence", ylabel="share", ylim=(0, 1.2), xlim=(steps[0], steps[-1]))
