@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ def path(monkeypatch):
     """Scripts import each other as neighbours."""
     monkeypatch.syspath_prepend(FOLDER)
     yield
-    for name in ("compare", "retrieval", "side_by_side", "standard", "table", "torch_attention", "traffic"):
-        sys.modules.pop(name, None)
+    for script in FOLDER.glob("*.py"):
+        sys.modules.pop(script.stem, None)
 
 
 # --- traffic.py
@@ -276,3 +277,209 @@ def test_retrieval_is_learnt(tmp_path, capsys):
     result = json.loads(output.read_text())
     assert result["accuracy"] > 0.99 and result["steps"][-1]["items"] == 64
     assert result["steps"][0]["accuracy"] < 0.1
+
+
+# --- training.py
+
+TINY = "--cpu --layers 2 --heads 2 --width 32 --vocabulary 128 --tokens 64 --rounds 1 --steps 2".split()
+
+
+@pytest.fixture
+def training():
+    pytest.importorskip("torch")
+    import training
+
+    return training
+
+
+def test_size_of_gpt2(training):
+    import torch
+
+    with torch.device("meta"):
+        model = training.GPT(None, 12, 12, 768, vocabulary=50257, positions=1024)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808  # of GPT-2 small
+
+
+@pytest.mark.parametrize("name", ["standard", "torch", "cupyflash"])
+def test_gpt_sees_no_token_that_follows(training, name):
+    import torch
+
+    model = training.GPT(training.IMPLEMENTATIONS[name], 2, 2, 32, vocabulary=64, positions=24)
+    tokens = torch.arange(48).view(2, 24)
+    before = model(tokens)
+    tokens[:, 16] += 7
+    after = model(tokens)
+    torch.testing.assert_close(after[:, :16], before[:, :16])
+    assert ((after - before)[:, 16:].abs().amax(dim=-1) > 1e-4).all()
+
+
+def test_training_agrees(training, tmp_path, capsys):
+    output = tmp_path / "out.json"
+    assert training.main([*TINY, "--seqlens", "16", "32", "--output", str(output)]) == 0
+    result, printed = json.loads(output.read_text()), capsys.readouterr()
+    assert list(result["cells"]) == ["S16", "S32"] and result["cells"]["S32"]["batch"] == 2
+    for cell in result["cells"].values():
+        assert cell["steps"] == 6 and cell["failed"] == {} and set(cell["loss"]) == set(training.IMPLEMENTATIONS)
+        assert all(first > last for first, last in cell["loss"].values())
+        assert 0 < cell["differences"]["gradients"] < 0.02
+    caption, _, *lines = printed.out.splitlines()
+    assert caption.startswith("2 layers of 2 heads") and len(lines) == 8
+    assert lines[2].startswith("| 16 | 4 | standard | ") and " | 1.00 | – | " in lines[2]
+    assert len({line.count("|") for line in lines}) == 1
+    assert "S32" in printed.err and "S32" not in printed.out
+
+
+def test_training_that_disagrees(training, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(training.IMPLEMENTATIONS, "torch", lambda q, k, v, causal: training.attention(q, k, v))
+    output = tmp_path / "out.json"
+    assert training.main([*TINY, "--seqlens", "32", "--output", str(output)]) == 1
+    assert "training.py: S32: gradients differ by" in capsys.readouterr().err
+    nan = SimpleNamespace(losses=[training.torch.tensor(np.nan)] * 2, gradients=training.torch.ones(3, 1))
+    assert training.differences([nan, nan]) == {"first": np.inf, "last": np.inf, "gradients": 0}
+
+
+def test_training_out_of_memory(training, tmp_path, capsys, monkeypatch):
+    def fail(*arguments, **options):
+        raise training.torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    monkeypatch.setitem(training.IMPLEMENTATIONS, "standard", fail)
+    output = tmp_path / "out.json"
+    arguments = [*TINY, "--seqlens", "32", "--output", str(output)]
+    assert training.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4] == "| 32 | 2 | standard | out of memory | – | – | – | – | – |"
+    assert lines[6].startswith("| 32 | 2 | cupyflash | ")
+    monkeypatch.setitem(training.IMPLEMENTATIONS, "cupyflash", fail)
+    assert training.main(arguments) == 1
+    assert "S32: cupyflash failed: out of memory" in capsys.readouterr().err
+
+
+def test_training_that_ends_in_a_later_round(training, tmp_path, monkeypatch):
+    seconds = training.Training.seconds
+
+    def fail(self, steps):
+        if self.model.blocks[0].attend is training.standard_attention:
+            raise training.torch.OutOfMemoryError("CUDA out of memory")
+        return seconds(self, steps)
+
+    monkeypatch.setattr(training.Training, "seconds", fail)
+    output = tmp_path / "out.json"
+    assert training.main([*TINY, "--rounds", "2", "--seqlens", "32", "--output", str(output)]) == 0
+    cell = json.loads(output.read_text())["cells"]["S32"]
+    assert cell["failed"] == {"standard": "out of memory"}
+    assert all(list(cell[what]) == ["torch", "cupyflash"] for what in ("loss", "milliseconds", "peak_bytes"))
+
+
+def test_training_refuses(training, capsys):
+    if not training.torch.cuda.is_available():
+        assert training.main([]) == 2
+        assert "needs a CUDA GPU" in capsys.readouterr().err
+    for arguments, words in (
+        (["--seqlens", "1000"], "--seqlens has 1000; allowed: divisors of --tokens, 16384"),
+        (["--heads", "7"], "--width is 768; allowed: multiples of --heads, 7"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            training.main(arguments)
+        assert words in capsys.readouterr().err
+
+
+# --- pictures.py
+
+
+def result_of_traffic():
+    import traffic
+
+    cells = []
+    for batch, seqlen in ((64, 1024), (64, 512), (32, 1024), (16, 2048)):
+        least = traffic.formulas(batch, seqlen)
+        measured = {name: {"read": 0.6 * n, "write": 0.6 * n, "kernels": 2} for name, n in least.items()}
+        cells.append({"batch": batch, "seqlen": seqlen, "formula": least, "measured": measured})
+    return {"gpu": "some GPU", "date": "2026-01-01", "dtype": "float16", "heads": 16, "head_dim": 64, "cells": cells}
+
+
+def result_of_training():
+    names = ["standard", "torch", "cupyflash"]
+
+    def cell(batch, fits):
+        return {
+            "batch": batch,
+            "tokens_per_second": {name: 100_000 for name in fits},
+            "peak_bytes": {name: {"torch": 20_000_000_000, "cupy": 50_000_000} for name in fits},
+            "failed": {name: "out of memory" for name in names if name not in fits},
+        }
+
+    cells = {"S1024": cell(16, names), "S4096": cell(4, names[1:])}
+    model = {"layers": 12, "heads": 12, "width": 768, "dtype": "bfloat16"}
+    return {"gpu": "some GPU", "date": "2026-01-01", "attention": names, **model, "cells": cells}
+
+
+def result_of_retrieval():
+    steps = [
+        {"step": n, "items": 16 * 4 ** (n // 10), "loss": 4.2 / n, "accuracy": 1 - 1 / n, "seconds": n}
+        for n in range(1, 70)
+    ]
+    standard = {"out_of_memory": "CUDA out of memory. Tried to allocate 64 GiB."}
+    return {"device": "some GPU", "items": 65536, "steps": steps, "accuracy": 0.999, "standard": standard}
+
+
+@pytest.fixture
+def results(tmp_path):
+    made = {"table": result_of_table(), "traffic": result_of_traffic(), "training": result_of_training()}
+    made |= {"retrieval": result_of_retrieval()}
+    made |= {"side_by_side": json.loads((FOLDER / "side_by_side.json").read_text())}
+    made["table"]["gpu"] = made["side_by_side"]["gpu"]
+    for name, result in made.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    return tmp_path
+
+
+def test_every_picture(results, capsys):
+    image = pytest.importorskip("matplotlib.image")
+    import pictures
+
+    first, second = (["--results", str(results), "--output-dir", str(results / name)] for name in ("first", "second"))
+    assert pictures.main(first) == 0
+    drawn = sorted((results / "first").iterdir())
+    assert [path.stem for path in drawn] == sorted(pictures.PICTURES) and capsys.readouterr().err == ""
+    for path in drawn:
+        assert path.stat().st_size < 60_000
+        height, width, _ = image.imread(path).shape
+        assert width == 1152 and 400 < height < 1000
+    assert pictures.main([*second, "--only", "traffic"]) == 0  # the same result, the same file
+    assert (results / "second/traffic.png").read_bytes() == (results / "first/traffic.png").read_bytes()
+
+
+def test_pictures_that_are_left_out(results, capsys):
+    pytest.importorskip("matplotlib")
+    import pictures
+
+    for name in ("table", "training"):
+        (results / f"{name}.json").unlink()
+    arguments = ["--results", str(results), "--output-dir", str(results / "out"), "--format", "svg", "--only"]
+    assert pictures.main([*arguments, "training", "roofline"]) == 0  # whose standard attention is by formula then
+    assert [path.name for path in (results / "out").iterdir()] == ["roofline.svg"]
+    assert capsys.readouterr().err == f"training is left out: {results / 'training.json'} is missing\n"
+    assert pictures.main([*arguments, "training"]) == 1
+
+
+def test_points_under_the_roofline():
+    pytest.importorskip("matplotlib")
+    import pictures
+
+    result = {
+        "gpu": "NVIDIA H200",
+        "dtype": "bfloat16",
+        "ceilings": {"bf16 matmul TFLOP/s": 800, "copy TB/s": 4},
+        "cells": {f"d64 full S{n}": {"tflops": {"cupyflash.fwd": n / 10, "fa2.fwd": 1}} for n in (512, 1024)},
+    }
+    device = pictures.DEVICES["H200"]
+    ((title, points, _),) = pictures.ours_by_intensity(result, device, "fwd")
+    assert title == "cupyflash, head_dim 64" and [rate for _, rate in points] == [51.2, 102.4]
+    # 4 n^2 d operations, and four arrays of n d elements of two bytes and n numbers of four.
+    assert [n for n, _ in points] == pytest.approx([4 * n * n * 64 / (8 * n * 64 + 4 * n) for n in (512, 1024)])
+    lengths = {"cells": {"bert-large full S1024": {"batch": 16, "milliseconds": {"standard-torch.fwd": 2.0}}}}
+    measured, *most = pictures.standard_by_intensity(lengths, device, "fwd")
+    assert measured[1][0][1] == pytest.approx(4 * 16 * 16 * 1024**2 * 64 / 2e-3 / 1e12)
+    assert [points[0][1] for _, points, _ in most] == pytest.approx(
+        [points[0][0] * device.memory / 1e12 for _, points, _ in most]
+    )
