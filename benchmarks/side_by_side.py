@@ -3,12 +3,12 @@
     python benchmarks/side_by_side.py [--dtypes bfloat16 float16] [--peers fa2 cudnn] [--paths default sm80]
 
 Sizes are those of the FlashAttention-3 paper: batch * seqlen = 16384 tokens, heads * head_dim = 2048. Every
-entry is timed round after round, so that a drift of the clock hits all alike, and after as much of its own
-work, untimed, so that it finds the clock that its own power leaves, not that of the entry before it; a figure
-is the median of the rounds. A forward pass counts 4 * batch * heads * seqlen^2 * head_dim operations, half of
-that when causal; a backward pass 2.5 times as many. Peers: PyTorch's FlashAttention-2 and cuDNN,
-FlashAttention-3 (its PyTorch or JAX package) and FlashAttention-4; one that is not installed is left out and
-named.
+entry is timed round after round, so that a drift of the clock hits all alike; in another order each round, and
+after as much of its own work, untimed, so that it finds the clock that its own power leaves, not that of the
+entry before it (which still shows, up to 4 %, after 10 ms). A figure is the median of the rounds. A forward
+pass counts 4 * batch * heads * seqlen^2 * head_dim operations, half of that when causal; a backward pass 2.5
+times as many. Peers: PyTorch's FlashAttention-2 and cuDNN, FlashAttention-3 (its PyTorch or JAX package) and
+FlashAttention-4; one that is not installed is left out and named.
 
 An entry is an implementation and a pass, "fa2.fwd"; "cupyflash.fwd" takes the default kernel path of the GPU and
 "cupyflash-sm80.fwd" the portable one, in the same run, and so do their backward passes.
@@ -20,6 +20,7 @@ import argparse
 import importlib.metadata
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -234,14 +235,17 @@ def seconds_per_call(call, wait, count):
 def median_seconds(calls, rounds=ROUNDS, seconds=SECONDS, least=3):
     """``calls`` maps a name to (call, wait); all are timed in turn, round after round of ``seconds`` each.
 
-    A round has ``least`` calls of each or more.
+    A round has ``least`` calls of each or more, and an order of its own.
     """
     counts, samples = {}, {name: [] for name in calls}
     for name, (call, wait) in calls.items():
         seconds_per_call(call, wait, min(2, least))
         counts[name] = max(least, min(200, int(seconds / seconds_per_call(call, wait, min(2, least)))))
-    for _ in range(rounds):
-        for name, (call, wait) in calls.items():
+    names = list(calls)
+    for number in range(rounds):
+        random.Random(number).shuffle(names)
+        for name in names:
+            call, wait = calls[name]
             seconds_per_call(call, wait, counts[name])
             samples[name].append(seconds_per_call(call, wait, counts[name]))
     return {name: statistics.median(times) for name, times in samples.items()}

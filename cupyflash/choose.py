@@ -11,7 +11,9 @@ forward, head_dim                     FA2 = 1      tried
 128: 128x64, 4 warps, 2 stages        1.09 / 1.10  1 stage 1.06/1.07; 128x32 1.04/1.06; 8 warps of 16 rows with
                                                    Q in registers 0.84/0.90 (shared memory: each K and V
                                                    fragment feeds half as many products)
-256: 64x64, 4 warps, 1 stage          1.03 / 1.05  128x64 with 8 warps 0.97/1.01; 64x32, 2 stages 0.91/0.92
+256: 64x64, 4 warps of all rows and a 1.09 / 1.11  warps of 16 rows 1.03/1.05 (V is read four times); copies not
+quarter of the columns of out                      spread over the products 1.02/1.04; 128x64 with 8 warps of 16 rows
+                                                   0.97/1.01; 64x32, 2 stages 0.91/0.92
 backward, head_dim (queries x keys)
 64: 32x128, 4 warps, P in registers   1.12 / 1.13  64x64 1.01/0.98; 128x128, 8 warps 0.98/0.95; 64x128, 8 warps
                                                    0.96/0.94, with P through shared memory 0.94/0.92
@@ -61,11 +63,13 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 
 # Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
 # SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, timed by
-# events beside it alone (benchmarks/side_by_side.json has less), bfloat16, lengths 512 / 1024 / 4096 / 16384, full then
-# causal:
-#    64: 1.08 1.10 1.17 1.23, 1.14 1.12 1.14 1.18    96: 1.05 1.12 1.31 1.33, 1.08 1.12 1.39 1.42
-#   128: 1.01 1.04 1.10 1.12, 1.05 1.13 1.22 1.23   192: 1.10 1.19 1.27 1.24, 1.16 1.20 1.34 1.37
-#   256: 1.04 1.12 1.19 1.19, 1.02 1.16 1.25 1.34
+# events among kernels that draw as much power (benchmarks/side_by_side.json has less), bfloat16, lengths 1024 / 4096,
+# full then causal:
+#    64: 1.07 1.16, 1.18 1.15    96: 1.12 1.31, 1.12 1.39   128: 1.06 1.11, 1.16 1.24
+#   192: 1.19 1.27, 1.20 1.34   256: 1.14 1.19, 1.20 1.36
+# What binds, at 8192 (ncu): 256: tensor cores, busy 93 % of the cycles; 128: they, 80 %, and the power, which leaves
+# 1.6 GHz of 2; 64: nothing alone, tensor cores and exponentials are both busy 59 %: each warpgroup takes its products,
+# its maximum and its exponentials one after the other. There 7 % fewer instructions changed no cycle.
 # Tried at 64, 128 and 256; a figure is the ratio to cuDNN at that length, or what changed:
 #   out stored by the consumers, Q loaded late   0.98, 0.97, 0.92 at 512 full, 0.85, 0.93, 0.99 causal: loads, products
 #                                                and stores of a tile followed each other
@@ -80,6 +84,8 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 #                                                less. Arrivals that release to the cluster cost 35 %: each is a fence
 #   no turns at the tensor cores                 0.79 at 64
 #   176 keys at 128; 80 or 96 at 256             5 to 10 % less
+#   the maximum of half a tile among the          64: 2 % less; 128: 4 % less at 512, 1 % more at 4096; 256: equal
+#   exponentials of the other half
 HOPPER_FORWARD = {
     64: ((128, 1, 1, 3, 6, 4), (128, 1, 1, 3, 6, 4), (64, 1, 2, 2, 4, 4), (128, 1, 1, 3, 6, 4)),
     96: ((96, 1, 1, 3, 6, 4),) * 4,
@@ -102,10 +108,17 @@ BACKWARD = {
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots, early). Relative to cuDNN 9.19, timed in the same way, at
-# the same lengths (128 at 512: split):
-#    64: 1.41 1.31 1.35 1.16, 1.36 1.43 1.44 1.33   128: 1.13 1.10 1.10 1.19, 1.31 1.12 1.21 1.17
-# Tried, in TFLOP/s at lengths 512 / 4096 / 16384, full mask, where cuDNN had 246 / 379 / 440 at 64 and 308 / 492 / 515
-# at 128; figures of another run are marked by what the two that own the keys, without turns, had there:
+# the same lengths, then deterministic at 4096:
+#    64: 1.32 1.32, 1.38 1.41; 1.21, 1.36   128: 1.13 1.17, 1.13 1.22; 1.10, 1.08
+# Tried:
+#   read lse, delta and what to do next where    5 % less at 128, 3 % less at 64: shared memory answers after all that
+#   they are needed, not a tile ahead            is on its way to dq, 100 to 250 cycles
+#   dS^T made visible between dv and dq          3 % less at 128, 4 % less at 64: the fence waits while others wait
+#   4 tiles of q at 128, 3 at 64                 2 to 5 % less, equal
+#   deterministic: every warp waits and tells    25 % at 64, 31 % at 128 beside what it costs now; split costs 26 %
+#   by itself; with a fence in its way
+# Tried before that, in TFLOP/s at lengths 512 / 4096 / 16384, full mask, where cuDNN had 246 / 379 / 440 at 64 and 308 /
+# 492 / 515 at 128; figures of another run are marked by what the two that own the keys, without turns, had there:
 #   the first S of the next keys issued late     64: 312 / 479 / 514 instead of 348 / 510 / 510; 128: 334 / 542 / 611,
 #   (key_slots 1)                                where it is better: with two, 342 / 536 / 569
 #   no turns at the tensor cores                 64: 355 / 503 / 509, 128: 338 / 498 / 529
@@ -117,7 +130,6 @@ BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
-#   deterministic, in the order of the keys      64: 276 / 376 / 384, 128: 270 / 367 / 385, where split is better
 HOPPER_BACKWARD = {64: (128, 2, 2, 2, True), 128: (64, 2, 2, 1, True)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 
@@ -239,7 +251,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 
 
 def split(problem: Problem) -> bool:
-    """Whether Hopper computes dq in a kernel of its own, with two more products: they cost less than a sum in memory."""
+    """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory."""
     width = max(problem.head_dim, problem.head_dim_v)
     return width > 128 or width > 64 and problem.seqlen_k <= SPLIT
 
@@ -256,6 +268,14 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     block_q, groups, stages, key_slots, early = HOPPER_BACKWARD[d]
     spec = HopperBackwardSpec(d, dv, block_q, groups, stages, key_slots, early, deterministic, access)
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
+
+
+def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> bool:
+    """Whether the tiles of keys of a head begin with different queries, so that they add to dq at different places.
+
+    With a mask they do anyway. Deterministic, each waits for the others of its head: all must run at once.
+    """
+    return not problem.banded and (not deterministic or tiles <= places)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -379,8 +379,8 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dls
     most = _attribute(device, "MultiProcessorCount")
     # Deterministic blocks take one tile after the other; they must not pair those that others wait for.
     params["keys"], runs = _order(problem, problem.heads_k, tiles, MAX_BLOCKS if deterministic else most)
-    # Deterministic and rotated, the blocks of a head wait for one another: all must run at once, head after head.
-    rotated = params["rotated"] = not problem.banded and (not deterministic or tiles <= most)
+    rotated = params["rotated"] = choose.rotated(problem, deterministic, tiles, most)
+    # Where blocks wait for all others of their head, no block may begin another head before.
     params["sizes"] = _sizes(problem, 1 if deterministic and rotated else _backward_section(problem))
     _fill_backward(params, problem, arrays, lse, dlse)
     launches = (

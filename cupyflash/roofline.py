@@ -317,7 +317,7 @@ def _amounts(problem: Problem, device: Device):
     spec = choose.backward(problem, access, False, limit, capability).spec
     yield "sm80", "backward", _tiling(spec), counts.portable_backward(problem, spec)
     if capability == 90 and access == 16:
-        if choose.split(problem, False):
+        if choose.split(problem):
             specs = [variant.spec for variant in choose.hopper_split_backward(problem, access)]
             yield "sm90", "backward", "64x64", counts.hopper_split_backward(problem, *specs)
         else:

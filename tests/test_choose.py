@@ -49,9 +49,9 @@ def is_valid_on_hopper(spec):
 
 
 def is_valid_hopper_backward(spec):
-    """The groups share dq: 64 queries each, or 64 columns. The kernel keeps four jobs, see kJobs."""
+    """The groups share dq: 64 queries each, or 64 columns."""
     assert spec.threads == 128 * (spec.groups + 1) and spec.block_k == 64 * spec.groups and spec.groups == 2
-    assert spec.key_slots in (1, 2) and spec.stages + (2 if spec.deterministic else 1) <= 4
+    assert spec.key_slots in (1, 2) and spec.stages >= 2, "the next tile is read while the present one is there"
     assert (spec.block_q, spec.head_dim) in ((64 * spec.groups, 64), (64, 64 * spec.groups))
     assert 128 % spec.block_q == 0, "lse and delta are packed in tiles of 128 rows"
     return {spec.block_q, 64, spec.head_dim, spec.head_dim_v} <= wgmma_widths()
@@ -104,7 +104,7 @@ def fits(spec, limit):
     if isinstance(spec, choose.HopperForwardSpec):
         static = 8 * spec.teams * (2 * spec.slots + 3 * spec.q_slots)  # the barriers
     if isinstance(spec, choose.HopperBackwardSpec):
-        static = 8 * 4 * (spec.key_slots + spec.stages + 1) + 4 * 20 + 12 * spec.key_slots  # and jobs, and key tiles
+        static = 8 * (4 * (spec.key_slots + spec.stages) + 6) + 32 * spec.stages + 12 * spec.key_slots
     if isinstance(spec, choose.HopperKeysSpec):
         static = 8 * (4 + 2 * (spec.slots + spec.slots_dout) + 16)
     if isinstance(spec, choose.HopperQueriesSpec):
@@ -217,20 +217,22 @@ def test_hopper_backward():
 
 
 def test_which_tiles_of_keys_begin_elsewhere():
-    """With a mask they do anyway; where the order of the sums is fixed, they wait for each other."""
+    """With a mask they do anyway; where the order of the sums is fixed, all of a head must run at once."""
     full, causal = problem(64), replace(problem(64), right=0)
-    assert [choose.rotated(one, d) for one in (full, causal) for d in (False, True)] == [True, False, False, False]
+    for tiles, deterministic in product((1, 132, 133), (False, True)):
+        assert choose.rotated(full, deterministic, tiles, 132) == (tiles < 133 or not deterministic)
+        assert not choose.rotated(causal, deterministic, tiles, 132)
 
 
 def test_split_backward():
-    for seqlen_k, deterministic, least in ((512, False, 65), (513, False, 129), (512, True, 65), (1 << 20, True, 65)):
-        taken = [choose.split(replace(problem(d), seqlen_k=seqlen_k), deterministic) for d in range(1, 257)]
+    for seqlen_k, least in ((512, 65), (513, 129), (1 << 20, 129)):
+        taken = [choose.split(replace(problem(d), seqlen_k=seqlen_k)) for d in range(1, 257)]
         assert taken == [d >= least for d in range(1, 257)]
         mixed = replace(problem(1, least), seqlen_k=seqlen_k), replace(problem(least, 1), seqlen_k=seqlen_k)
-        assert all(choose.split(one, deterministic) for one in mixed)
+        assert all(choose.split(one) for one in mixed)
     dims = (1, 64, 65, 128, 129, 160, 192, 193, 255, 256)
     for d, dv in product(dims, dims):
-        if choose.split(problem(d, dv), True):
+        if choose.split(problem(d, dv)):
             for access, stored in ((16, 16), (8, 4), (4, 4), (2, 2)):
                 for variant in choose.hopper_split_backward(problem(d, dv), access):
                     spec = variant.spec

@@ -253,6 +253,8 @@ SHAPES = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
     "136": (65, 129, 2, 1, 136, 136),
     "many tiles of 192": (300, 333, 40, 20, 256, 192),  # in pairs of 6 and of 3, where banded
     "many keys": (600, 2100, 2, 1, 64, 64),  # beyond choose.SHORT
+    "tiles of keys of a head for most multiprocessors": (300, 12900, 4, 2, 64, 64),
+    "tiles of keys of a head for more than all": (150, 17300, 1, 1, 64, 64),
 }
 MASKS = {
     "full": {},

@@ -148,7 +148,7 @@ def test_tiles_of_a_mask_are_between_its_scores_and_all():
         spec = choose.backward(one, 16, False, choose.SHARED_LIMIT[90]).spec
         assert counts.useful(one, True).flops <= counts.portable_backward(one, spec).flops
         assert counts.portable_backward(one, spec).flops <= 1.4 * counts.useful(one, True).flops
-        if choose.split(one, False):
+        if choose.split(one):
             specs = [variant.spec for variant in choose.hopper_split_backward(one, 16)]
             assert 1.4 <= counts.hopper_split_backward(one, *specs).flops / counts.useful(one, True).flops <= 1.7
         else:
