@@ -117,8 +117,8 @@ BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 #   4 tiles of q at 128, 3 at 64                 2 to 5 % less, equal
 #   deterministic: every warp waits and tells    25 % at 64, 31 % at 128 beside what it costs now; split costs 26 %
 #   by itself; with a fence in its way
-# Tried before that, in TFLOP/s at lengths 512 / 4096 / 16384, full mask, where cuDNN had 246 / 379 / 440 at 64 and 308 /
-# 492 / 515 at 128; figures of another run are marked by what the two that own the keys, without turns, had there:
+# Tried before that, in TFLOP/s at lengths 512 / 4096 / 16384, full mask, where cuDNN had 246 / 379 / 440 at 64 and
+# 308 / 492 / 515 at 128; figures of another run are marked by what the two that own the keys, without turns, had there:
 #   the first S of the next keys issued late     64: 312 / 479 / 514 instead of 348 / 510 / 510; 128: 334 / 542 / 611,
 #   (key_slots 1)                                where it is better: with two, 342 / 536 / 569
 #   no turns at the tensor cores                 64: 355 / 503 / 509, 128: 338 / 498 / 529

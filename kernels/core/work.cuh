@@ -49,7 +49,6 @@ struct Works {
  private:
   __device__ __forceinline__ void find() {
     work = find_work(run, order.runs, sizes.batch, order.heads, sizes.section, false);
-    work = {same_in_warp(work.tile), same_in_warp(work.batch), same_in_warp(work.head)};
     if (descending) work.tile = order.tiles - 1 - work.tile;
     partner = order.paired ? order.tiles - 1 - work.tile : work.tile;
   }
