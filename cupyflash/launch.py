@@ -77,18 +77,19 @@ class Launch:
     blocks: int
     threads: int
     shared_bytes: int
+    cooperative: bool  # its blocks wait for each other: the driver starts it when all can run at once
 
     @classmethod
-    def of(cls, variant: Variant, blocks: int, threads: int) -> Launch:
+    def of(cls, variant: Variant, blocks: int, threads: int, cooperative: bool = False) -> Launch:
         kernel = compiler.kernel(variant, cupy.cuda.runtime.getDevice())
-        return cls(kernel, blocks, threads, variant.spec.shared_bytes)
+        return cls(kernel, blocks, threads, variant.spec.shared_bytes, cooperative)
 
 
 @dataclass(frozen=True)
 class Plan:
     """The launches of one pass and their struct, which lacks nothing but the pointers."""
 
-    launches: tuple[tuple, ...]  # arguments of cuLaunchKernel, up to the shared memory
+    launches: tuple[tuple, ...]  # the driver's function and its arguments, up to the shared memory and after the struct
     kernels: tuple  # that they belong to
     words: np.ndarray  # the struct as 64-bit words
     slots: tuple[int, ...]  # the words that hold the pointers
@@ -102,8 +103,13 @@ class Plan:
             for name in names
         )
         kernels = tuple(launch.kernel for launch in launches)
-        arguments = tuple((x.kernel.kernel.ptr, x.blocks, 1, 1, x.threads, 1, 1, x.shared_bytes) for x in launches)
-        return cls(arguments, kernels, params.view(np.int64), slots, workspace)
+        driver, calls = cupy.cuda.driver, []
+        for x in launches:
+            first = (x.kernel.kernel.ptr, x.blocks, 1, 1, x.threads, 1, 1, x.shared_bytes)
+            calls.append(
+                (driver.launchCooperativeKernel, first, ()) if x.cooperative else (driver.launchKernel, first, (0,))
+            )
+        return cls(tuple(calls), kernels, params.view(np.int64), slots, workspace)
 
     def run(self, *pointers: int) -> None:
         # What CuPy does for any kernel and any arguments, in a fraction of the time.
@@ -119,8 +125,8 @@ class Plan:
         for slot, pointer in zip(self.slots, pointers):
             words[slot] = pointer
         stream = cupy.cuda.get_current_stream().ptr
-        for launch in self.launches:
-            cupy.cuda.driver.launchKernel(*launch, stream, address, 0)
+        for function, first, last in self.launches:
+            function(*first, stream, address, *last)
         self.idle.append((words, arguments, address))
 
 
@@ -380,12 +386,14 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dls
     # Deterministic blocks take one tile after the other; they must not pair those that others wait for.
     params["keys"], runs = _order(problem, problem.heads_k, tiles, MAX_BLOCKS if deterministic else most)
     rotated = params["rotated"] = choose.rotated(problem, deterministic, tiles, most)
-    # Where blocks wait for all others of their head, no block may begin another head before.
-    params["sizes"] = _sizes(problem, 1 if deterministic and rotated else _backward_section(problem))
+    cooperative = deterministic and rotated  # the blocks of a head wait for each other: whole heads at a time
+    if cooperative:
+        most = most // tiles * tiles
+    params["sizes"] = _sizes(problem, 1 if cooperative else _backward_section(problem))
     _fill_backward(params, problem, arrays, lse, dlse)
     launches = (
         _launch_before(problem, before),
-        Launch.of(main, min(most, runs), spec.threads),
+        Launch.of(main, min(most, runs), spec.threads, cooperative),
         _launch_after(problem, choose.after_backward(main)),
     )
     sum_size = _dq_sum_size(problem, spec)

@@ -217,11 +217,12 @@ def test_hopper_backward():
 
 
 def test_which_tiles_of_keys_begin_elsewhere():
-    """With a mask they do anyway; where the order of the sums is fixed, all of a head must run at once."""
+    """With a mask they do anyway; where the order of the sums is fixed, whole heads must fill most places."""
     full, causal = problem(64), replace(problem(64), right=0)
-    for tiles, deterministic in product((1, 132, 133), (False, True)):
-        assert choose.rotated(full, deterministic, tiles, 132) == (tiles < 133 or not deterministic)
-        assert not choose.rotated(causal, deterministic, tiles, 132)
+    for tiles, filled in ((1, True), (16, True), (32, True), (64, True), (70, False), (100, False), (128, True)):
+        assert choose.rotated(full, False, tiles, 132) and choose.rotated(full, True, tiles, 132) == filled
+        assert not any(choose.rotated(causal, d, tiles, 132) for d in (False, True))
+    assert choose.rotated(full, True, 132, 132) and not choose.rotated(full, True, 133, 132)
 
 
 def test_split_backward():

@@ -253,8 +253,12 @@ SHAPES = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
     "136": (65, 129, 2, 1, 136, 136),
     "many tiles of 192": (300, 333, 40, 20, 256, 192),  # in pairs of 6 and of 3, where banded
     "many keys": (600, 2100, 2, 1, 64, 64),  # beyond choose.SHORT
-    "tiles of keys of a head for most multiprocessors": (300, 12900, 4, 2, 64, 64),
-    "tiles of keys of a head for more than all": (150, 17300, 1, 1, 64, 64),
+    "128 tiles of keys": (300, 16384, 6, 3, 64, 64),  # deterministic, full: blocks wait for all of their head
+    "64 tiles of keys": (500, 8192, 8, 8, 64, 64),
+    "22 tiles of 128 keys": (150, 2816, 20, 20, 128, 128),
+    "3 tiles of keys": (300, 384, 90, 90, 64, 64),
+    "100 tiles of keys": (500, 12800, 8, 8, 64, 64),  # too many places would be left
+    "more tiles of keys than multiprocessors": (150, 17300, 1, 1, 64, 64),
 }
 MASKS = {
     "full": {},

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   uint32 prob_operand[kBlockQ / 16][4], ds_operand[kBlockQ / 16][4];
   dk.clear(), dv.clear();
   // Of the present tile, read a tile ahead: shared memory answers late, behind what is being added to dq.
-  int flags, flags_before = 0, blocks = 0;
+  int flags = 0, flags_before = 0, blocks = 0;
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
   constexpr bool kReadsAhead = kSpec.access == 16;  // the narrow stores have no registers left for lse

@@ -90,8 +90,10 @@ struct BackwardTiles {  // in shared memory
 };
 
 // The tiles of keys that a block takes, and the tiles of queries that see them; for the warp that copies.
-// Deterministic: a tile is taken when it is begun, the last keys of a head first, so that a block waits only for blocks
-// that have begun; and causal tiles of keys begin with queries that no later keys add to.
+// Deterministic and not rotated, a tile is taken when its turn comes, the last keys of a head first, so that a block
+// waits only for blocks that have begun; and causal tiles of keys begin with queries that no later keys add to.
+// Rotated, each tile of a head waits for all others: they belong to as many blocks, which have as many heads before
+// them.
 template <HopperBackwardSpec kSpec>
 struct KeyTiles {
   const HopperBackwardParams& p;
@@ -99,7 +101,7 @@ struct KeyTiles {
   Range seen;
 
   __device__ __forceinline__ explicit KeyTiles(const HopperBackwardParams& p)
-      : p(p), works(p.keys, p.sizes, kSpec.deterministic ? ticket(p) : blockIdx.x, gridDim.x, kSpec.deterministic) {
+      : p(p), works(p.keys, p.sizes, takes_tickets() ? ticket() : blockIdx.x, gridDim.x, kSpec.deterministic) {
     skip_unseen();
   }
   __device__ __forceinline__ bool left() const { return works.left(); }
@@ -109,14 +111,15 @@ struct KeyTiles {
   }
 
  private:
-  __device__ __forceinline__ static uint32 ticket(const HopperBackwardParams& p) {
+  __device__ __forceinline__ bool takes_tickets() const { return kSpec.deterministic && !p.rotated; }
+  __device__ __forceinline__ uint32 ticket() const {
     uint32 index = 0;
     if (lane_index() == 0) index = atomicAdd(p.turn, 1u);
     return __shfl_sync(kFullWarp, index, 0);
   }
   __device__ __forceinline__ void step() {
-    if constexpr (kSpec.deterministic)
-      works.jump(ticket(p));
+    if (takes_tickets())
+      works.jump(ticket());
     else
       works.next();
   }

@@ -128,7 +128,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   uint32 weights[kBlockK / 16][4];  // the 16-bit scores, as left operand
   OnlineSoftmax<1> softmax;
   int first_query;  // of the group
-  Range seen_by_all;
+  Range seen_by_all = {};
   const auto query_of = [&](int row) { return first_query + (kSpec.packed ? row / s.group : row); };
 
   const auto issue_scores = [&] {  // q k^T
@@ -146,14 +146,17 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     for (int step = 0; step < kBlockK / 16; ++step) Wgmma<T, kDimV>::times(out[0].x, weights[step], v[step]);
     wgmma_commit();
   };
-  const auto weigh = [&](int tile) {  // scores -> weights in float32
+  float factor[2];
+  const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
     const int first_key = tile * kBlockK;
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
       scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
-    softmax.weigh(scores, s.scale_log2, [&](const float (&factor)[1][2]) {
-      wgmma_wait<0>();  // out is there
-      out[0].scale_rows(factor[0][0], factor[0][1]);
+    bool raised = false;  // of this warp: its out is not there yet, and to wait is for the warpgroup
+    softmax.weigh(scores, s.scale_log2, [&](const float (&by)[1][2]) {
+      factor[0] = by[0][0], factor[1] = by[0][1];
+      raised = true;
     });
+    return raised;
   };
   const auto round_weights = [&] {
 #pragma unroll
@@ -230,11 +233,12 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         turns.pass_on();
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
-        weigh(tile);
+        const bool raised = weigh(tile);
         wgmma_wait<0>();  // out is there; v and the registers of the weights are free
         ring.release(1);
         ring.advance(2);
         round_weights();
+        if (raised) out[0].scale_rows(factor[0], factor[1]);
       }
       if (after > 0) turns.wait(), turns.pass_on(), skip(1);
       ring.wait();
