@@ -379,6 +379,7 @@ def main():
     if options.keep and options.output.exists():
         kept = json.loads(options.output.read_text())
         result["cells"], result["missing"] = kept["cells"], kept["missing"]
+        result["versions"] = kept.get("versions", {}) | result["versions"]
         result["commands"] = list(dict.fromkeys(kept.get("commands", []) + result["commands"]))
     seqlens = [1024, 8192] if options.quick else options.seqlens
     sizes = list(product(options.dtypes, options.head_dims, (False, True), seqlens))
