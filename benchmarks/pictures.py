@@ -385,7 +385,7 @@ def retrieval(result):
     axis.grid(visible=False, axis="x")
     axis.set(xlabel="step; above: items of a sequence", ylabel="share", ylim=(0, 1.2), xlim=(steps[0], steps[-1]))
     axis.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    caption = [f"{result['accuracy']:.2%} right on tables never seen of {result['items']:,} items"]
+    caption = [f"{result['accuracy']:.3%} right on tables never seen of {result['items']:,} items"]
     if "out_of_memory" in result.get("standard", {}):
         caption.append("standard attention is out of memory there")
     return finish(figure, handles, 2, origin(result), f"{records[-1]['seconds']:.0f} s of training", *caption)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from datetime import datetime, timezone
@@ -153,31 +152,6 @@ def try_standard(options, generator, dtype):
     return {"seconds": round(time.perf_counter() - start, 3)}
 
 
-def plot(result, path):
-    """Accuracy and loss over the steps; a line where the sequences get longer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    records = result["steps"]
-    steps = [record["step"] for record in records]
-    figure, axis = plt.subplots(figsize=(6.4, 3.6))
-    axis.plot(steps, [record["accuracy"] for record in records], "C0", label="accuracy")
-    guess = math.log(VALUES)
-    axis.plot(steps, [record["loss"] / guess for record in records], "C1", label="loss, 1 is that of guessing")
-    for before, record in zip([{"items": 0}, *records], records):
-        if record["items"] != before["items"]:
-            axis.axvline(record["step"], color="0.8", linewidth=1)
-            axis.text(record["step"], 0.02, f"{record['items']:,} items", rotation=90, fontsize=7, va="bottom")
-    axis.set(xlabel=f"step; all took {records[-1]['seconds']:.0f} s", ylim=(0, 1.05))
-    axis.set_title(f"{result['items']:,} items, {result['device']}; tested: {result['accuracy']:.2%}", fontsize=9)
-    axis.legend(loc="center right")
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--items", type=int, default=KEYS, help=f"of the longest sequences, at most {KEYS}")
@@ -234,7 +208,9 @@ def main(arguments=None):
         result["peak_bytes"] = torch.cuda.max_memory_allocated() + cupy.get_default_memory_pool().total_bytes()
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
-        plot(result, options.plot)
+        import pictures
+
+        pictures.save(pictures.retrieval(result), options.plot)
     passed = result["accuracy"] > PASSED
     if options.json:
         print(json.dumps({**result, "passed": passed}))

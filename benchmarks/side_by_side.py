@@ -2,13 +2,13 @@
 
     python benchmarks/side_by_side.py [--dtypes bfloat16 float16] [--peers fa2 cudnn] [--paths default sm80]
 
-Sizes are those of the FlashAttention-3 paper: batch * seqlen = 16384 tokens, heads * head_dim = 2048. Every
-entry is timed round after round, so that a drift of the clock hits all alike; in another order each round, and
-after as much of its own work, untimed, so that it finds the clock that its own power leaves, not that of the
-entry before it (which still shows, up to 4 %, after 10 ms). A figure is the median of the rounds. A forward
-pass counts 4 * batch * heads * seqlen^2 * head_dim operations, half of that when causal; a backward pass 2.5
-times as many. Peers: PyTorch's FlashAttention-2 and cuDNN, FlashAttention-3 (its PyTorch or JAX package) and
-FlashAttention-4; one that is not installed is left out and named.
+Sizes are those of the FlashAttention-3 paper: batch * seqlen = 16384 tokens, heads * head_dim = 2048. All entries
+are timed in turn, round after round, so that a drift of the clock hits all alike, and in another order each round,
+because the one before still shows: up to 4 % after 10 ms. Each first runs as long untimed, to find the clock that its
+own power leaves. A figure is the median of the rounds. A forward pass counts
+4 * batch * heads * seqlen^2 * head_dim operations, half of that when causal; a backward pass 2.5 times as many. Peers:
+PyTorch's FlashAttention-2 and cuDNN, FlashAttention-3 (its PyTorch or JAX package) and FlashAttention-4; one that is
+not installed is left out and named.
 
 An entry is an implementation and a pass, "fa2.fwd"; "cupyflash.fwd" takes the default kernel path of the GPU and
 "cupyflash-sm80.fwd" the portable one, in the same run, and so do their backward passes.
@@ -380,6 +380,7 @@ def main():
         kept = json.loads(options.output.read_text())
         result["cells"], result["missing"] = kept["cells"], kept["missing"]
         result["versions"] = kept.get("versions", {}) | result["versions"]
+        result["ceilings"] = kept["ceilings"]  # of the run that measured the first sizes
         result["commands"] = list(dict.fromkeys(kept.get("commands", []) + result["commands"]))
     seqlens = [1024, 8192] if options.quick else options.seqlens
     sizes = list(product(options.dtypes, options.head_dims, (False, True), seqlens))

@@ -187,39 +187,6 @@ def text_of(value, failed, unit):
     return f"{value * unit:.3g}" if value * unit < 1000 else f"{value * unit:.0f}"
 
 
-def plot(result, path):
-    """Milliseconds and megabytes of both passes over the length; a line ends where memory did."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    titles = list(dict.fromkeys(key.rsplit(" S", 1)[0] for key in result["cells"]))
-    figure, axes = plt.subplots(
-        2, len(titles), figsize=(4.2 * len(titles), 6), squeeze=False, sharex=True, sharey="row"
-    )
-    for column, title in enumerate(titles):
-        cells = {int(key.rsplit(" S", 1)[1]): c for key, c in result["cells"].items() if key.startswith(f"{title} S")}
-        for i, name in enumerate(names_of(result)):
-            for axis, value in (
-                (axes[0, column], both_passes),
-                (axes[1, column], lambda cell, name: cell["bytes"].get(name, 0) / 1e6 or None),
-            ):
-                points = [(n, value(cell, name)) for n, cell in sorted(cells.items()) if value(cell, name) is not None]
-                if points:
-                    width = 2 if name == "cupyflash" else 1
-                    axis.plot(*zip(*points), f"C{i}", marker=".", linewidth=width, label=name)
-        axes[0, column].set(xscale="log", yscale="log", title=title)
-        axes[1, column].set(yscale="log", xlabel="sequence length")
-    axes[0, 0].set_ylabel("ms, forward and backward")
-    axes[1, 0].set_ylabel("MB beyond the inputs")
-    axes[0, 0].legend(fontsize=7)
-    figure.suptitle(f"{result['gpu']}, {result['dtype']}, {TOKENS} tokens or one sequence", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -273,7 +240,9 @@ def main(arguments=None):
         print(progress, key, cell["failed"] or "", file=sys.stderr, flush=True)
         options.output.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
-        plot(result, options.plot)
+        import pictures
+
+        pictures.save(pictures.time_and_memory(result), options.plot)
     print(json.dumps(result) if options.json else table(result))
     return 0
 

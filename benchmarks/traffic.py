@@ -206,31 +206,6 @@ def table(result):
     return "\n".join(lines)
 
 
-def plot(result, path):
-    """Gigabytes over the length: measured as lines, formulas as dashes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cells = [cell for cell in result["cells"] if cell["batch"] * cell["seqlen"] == TOKENS]
-    figure, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
-    for axis, which in zip(axes, ("forward", "backward")):
-        for colour, name in zip(("C1", "C0"), PAPER):
-            seqlens = [cell["seqlen"] for cell in cells]
-            bytes_ = [moved(cell["measured"], f"{name} {which}") / 1e9 for cell in cells]
-            axis.plot(seqlens, bytes_, f"{colour}o-", label=f"{name}, measured")
-            least = [cell["formula"][f"{name} {which}"] / 1e9 for cell in cells]
-            axis.plot(seqlens, least, f"{colour}--", linewidth=1, label=f"{name}, at least")
-        axis.set(xscale="log", yscale="log", xlabel="sequence length", title=which)
-    axes[0].set_ylabel(f"GB to and from DRAM, {TOKENS} tokens")
-    axes[0].legend(fontsize=7)
-    figure.suptitle(result["gpu"], fontsize=9)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seqlens", nargs="*", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
@@ -259,7 +234,9 @@ def main(arguments=None):
         return 2
     options.output.write_text(json.dumps(result, indent=1) + "\n")
     if options.plot:
-        plot(result, options.plot)
+        import pictures
+
+        pictures.save(pictures.traffic(result), options.plot)
     print(json.dumps(result) if options.json else table(result))
     return 0
 

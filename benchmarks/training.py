@@ -185,14 +185,14 @@ def measure_cell(options, seqlen, device):
         training = attempt(name, failed, begin, name, sizes, batch, seqlen, device)
         if training:
             trainings[name], samples[name], peaks[name] = training, [], peak_bytes(before)
-    begin_peak(device)
+    training = None  # a model that fails must not live on in it
     for _ in range(options.rounds):
         for name in list(trainings):
             samples[name].append(attempt(name, failed, trainings[name].seconds, options.steps))
             if name in failed:
                 del trainings[name], peaks[name]
-                training = None
-                begin_peak(device)
+                if device != "cpu":
+                    free()  # for those that go on
     seconds = {name: statistics.median(samples[name]) for name in trainings}
     return {
         "batch": batch,

@@ -111,7 +111,9 @@ def test_traffic_end_to_end(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and "(9.13)" in lines[2] and len({line.count("|") for line in lines}) == 1
     pytest.importorskip("matplotlib")
-    traffic.plot(result, tmp_path / "out.png")
+    import pictures
+
+    pictures.save(pictures.traffic(result), tmp_path / "out.png")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,9 @@ def test_table(tmp_path):
     assert blocks[1].splitlines()[3] == "| 2048 | out of memory | out of memory | 41 | – | 81.9 |  |"
     assert blocks[2].splitlines()[3].startswith("| 2048 | out of memory | out of memory | 20.5 | – | 20.5 |")
     pytest.importorskip("matplotlib")
-    table.plot(result, tmp_path / "out.png")
+    import pictures
+
+    pictures.save(pictures.time_and_memory(result), tmp_path / "out.png")
 
 
 def test_table_without_gpu(capsys):

@@ -789,6 +789,29 @@ def test_gpu_graph(cupy):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_gpu_graph_of_blocks_that_wait_for_each_other(cupy, causal):
+    """Deterministic, 2 tiles of keys: without a mask the driver starts the blocks of a head together."""
+    dout, q, k, v = (to_cupy(normal((2, 256, 3, 64), "float16", seed), cupy) for seed in range(4))
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def results():
+        out, lse = cupyflash.attention(q, k, v, causal=causal, return_lse=True)
+        return cupyflash.attention_backward(dout, q, k, v, out, lse, causal=causal, deterministic=True)
+
+    with stream:
+        results()
+        stream.begin_capture()
+        got = results()
+        graph = stream.end_capture()
+        for seed in range(2):
+            q[...] = to_cupy(normal(q.shape, "float16", 10 + seed), cupy)
+            graph.launch(stream)
+            stream.synchronize()
+            assert_same_bits([x.copy() for x in got], results())
+
+
+@pytest.mark.gpu
 def test_gpu_graph_keeps_its_workspace(cupy):
     """A replay writes into nothing that the pool has given to others since the capture."""
     args = gpu_inputs(cupy)

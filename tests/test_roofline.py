@@ -93,6 +93,16 @@ def test_operands_of_the_portable_forward():
     assert amounts.flops == 4 * 128 * 128 * 64
 
 
+def test_operands_of_a_forward_whose_warps_own_columns():
+    one = problem(seqlen_q=64, head_dim=256, heads_q=1, batch=1)
+    spec = choose.forward(one, 16, False, choose.SHARED_LIMIT[90]).spec
+    assert (spec.block_q, spec.block_k, spec.warps, spec.out_warps_q) == (64, 64, 4, 1)
+    q = k = v = 2 * 64 * 256
+    p = 2 * 64 * 64
+    # K and V are written; K is read by four warps, V once; Q once; P is written once and read by every warp.
+    assert counts.portable_forward(one, spec).shared_bytes == (k + v) + 4 * k + v + q + 5 * p
+
+
 def test_operands_of_the_hopper_forward():
     one = problem(seqlen_q=2048, head_dim=128, heads_q=1, batch=1)
     spec = choose.hopper_forward(one, 16, False).spec
