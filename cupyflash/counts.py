@@ -43,11 +43,33 @@ def scores(problem: Problem) -> int:
 
 def tiles(problem: Problem, block_q: int, block_k: int) -> int:
     """Tiles of ``block_q`` queries and ``block_k`` keys in which some query sees a key, of one head."""
-    n = problem.seqlen_q
+    keys = -(-problem.seqlen_k // block_k)
+    full, rest = divmod(problem.seqlen_q, block_q)
     if not problem.banded:
-        return -(-n // block_q) * -(-problem.seqlen_k // block_k)
-    ranges = (problem.key_range(first, min(first + block_q, n)) for first in range(0, n, block_q))
-    return sum(-(-high // block_k) - low // block_k for low, high in ranges if low < high)
+        return (full + (rest > 0)) * keys
+    low, high = problem.key_range(problem.seqlen_q - rest, problem.seqlen_q)  # of the last block, where it is shorter
+    total = -(-high // block_k) - low // block_k if rest and low < high else 0
+    if problem.left is not None:  # blocks below the band see no key
+        full = max(0, min(full, -(-(problem.seqlen_k + problem.left - problem.diagonal) // block_q)))
+        total -= _sum_of_quotients(full, block_q, problem.diagonal - problem.left, block_k, keys)
+    if problem.right is None:
+        return total + full * keys
+    above = block_q + problem.diagonal + problem.right + block_k - 1
+    return total + _sum_of_quotients(full, block_q, above, block_k, keys)
+
+
+def _sum_of_quotients(count: int, step: int, start: int, divisor: int, most: int) -> int:
+    """Sum of ``(start + i * step) // divisor`` over ``i < count``, each at least 0 and at most ``most``."""
+    first = min(count, max(0, -(start // step)))
+    last = min(count, max(first, -((start - most * divisor) // step)))
+    total, count, start = (count - last) * most, last - first, start + first * step
+    # The points below a line are counted, in turn, by column and by row: Euclid's algorithm.
+    while count:
+        total += count * (count - 1) // 2 * (step // divisor) + count * (start // divisor)
+        step, start = step % divisor, start % divisor
+        top = step * count + start
+        count, start, step, divisor = top // divisor, top % divisor, divisor, step
+    return total
 
 
 def operand_bytes(problem: Problem, backward: bool = False) -> int:

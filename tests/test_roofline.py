@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from dataclasses import replace
 from itertools import product
 
@@ -69,6 +70,30 @@ def test_scores_and_tiles_are_those_of_the_mask(band, lengths):
         padded[: lengths[0], : lengths[1]] = seen
         blocks = padded.reshape(padded.shape[0] // block_q, block_q, padded.shape[1] // block_k, block_k)
         assert counts.tiles(one, block_q, block_k) == blocks.any((1, 3)).sum()
+
+
+def test_tiles_are_those_of_every_block():
+    rng = np.random.default_rng(0)
+    for _ in range(3000):
+        side, block = rng.integers(0, 60, 2).tolist(), rng.integers(1, 18, 2).tolist()
+        left, right = (None if one < 10 else one - 10 for one in side)
+        lengths = rng.integers(0, 40, 2).tolist()
+        one = replace(problem(left=left, right=right, diagonal=int(rng.integers(-50, 50))), seqlen_q=lengths[0])
+        one = replace(one, seqlen_k=lengths[1])
+        expected = 0
+        for first in range(0, one.seqlen_q, block[0]):
+            low, high = one.key_range(first, min(first + block[0], one.seqlen_q))
+            expected += -(-high // block[1]) - low // block[1] if low < high else 0
+        assert counts.tiles(one, *block) == expected, (one, block)
+
+
+def test_counting_takes_no_longer_for_long_sequences():
+    n = 2**29 - 1
+    start = time.perf_counter()
+    assert counts.scores(problem(n, right=0)) == n * (n + 1) // 2
+    assert counts.scores(problem(n, left=2, right=1)) == 4 * n - 4
+    assert cupyflash.roofline(problem(n, right=0, left=n // 3), device="H200")
+    assert time.perf_counter() - start < 1
 
 
 def test_amounts_of_standard_attention():
