@@ -40,6 +40,15 @@ def type_name(x) -> str:
     return f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
 
 
+def shown(value) -> str:
+    """`repr` of a value that a message names, unless it is too long: nobody reads a thousand digits."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with more digits than Python converts
+        text = ""
+    return text if 0 < len(text) <= 200 else f"of type {type_name(value)} and too long to print"
+
+
 def options(causal, window, scale) -> Options:
     """Options in one spelling: `causal=True` is the lower right corner and no key to the right."""
     if causal is False and window is None and scale is None:
@@ -56,40 +65,40 @@ def _corner(causal):
         return CORNERS[0] if causal else None
     allowed = "allowed: False, True, 'lower_right', 'upper_left'"
     if not isinstance(causal, str):
-        raise TypeError(f"causal is {causal!r} ({type_name(causal)}); {allowed}")
+        raise TypeError(f"causal is {shown(causal)} ({type_name(causal)}); {allowed}")
     if causal not in CORNERS:
-        raise ValueError(f"causal is {causal!r}; {allowed}")
+        raise ValueError(f"causal is {shown(causal)}; {allowed}")
     return causal
 
 
 def _window(window):
     allowed = "allowed: None or (left, right), each a non-negative integer or None"
     if not isinstance(window, (tuple, list)):
-        raise TypeError(f"window is {window!r} ({type_name(window)}); {allowed}")
+        raise TypeError(f"window is {shown(window)} ({type_name(window)}); {allowed}")
     if len(window) != 2:
         raise ValueError(f"window has {len(window)} items; {allowed}")
     for side, bound in zip(("left", "right"), window, strict=True):
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, Integral)):
-            raise TypeError(f"window {side} is {bound!r} ({type_name(bound)}); {allowed}")
+            raise TypeError(f"window {side} is {shown(bound)} ({type_name(bound)}); {allowed}")
         if bound is not None and bound < 0:
-            raise ValueError(f"window {side} is {bound}; {allowed}: use None for unlimited")
+            raise ValueError(f"window {side} is {shown(bound)}; {allowed}: use None for unlimited")
     return (None if bound is None else int(bound) for bound in window)
 
 
 def _scale(scale):
     allowed = "allowed: None or a finite real number of at most 1e38 in magnitude"
     if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"scale is {scale!r} ({type_name(scale)}); {allowed}")
+        raise TypeError(f"scale is {shown(scale)} ({type_name(scale)}); {allowed}")
     number = scale.item() if isinstance(scale, np.generic) else scale  # MAX_SCALE overflows a NumPy float16
     if not abs(number) <= MAX_SCALE:
-        raise ValueError(f"scale is {scale!r}; {allowed}")
+        raise ValueError(f"scale is {shown(scale)}; {allowed}")
     return float(number) + 0.0  # -0.0 equals 0.0, but has another sign
 
 
 def flag(name, value):
     """Check a switch."""
     if not isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is {value!r} ({type_name(value)}); allowed: False, True")
+        raise TypeError(f"{name} is {shown(value)} ({type_name(value)}); allowed: False, True")
 
 
 def forward(gpu, options, *, q, k, v, out=None) -> Problem:
@@ -190,8 +199,8 @@ def _result_dtype(dtype):
     allowed = f"allowed: None, {', '.join(DTYPES.values())}"
     try:
         dtype = np.dtype(str(dtype).removeprefix("torch.") if type_name(dtype) == "torch.dtype" else dtype)
-    except (TypeError, ValueError):
-        raise TypeError(f"dtype is {dtype!r}; {allowed}") from None
+    except Exception:  # NumPy evaluates text: "f4,(3" is a SyntaxError
+        raise TypeError(f"dtype is {shown(dtype)}; {allowed}") from None
     if dtype not in DTYPES:
         raise TypeError(f"dtype is {dtype}; {allowed}")
     return dtype

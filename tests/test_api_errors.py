@@ -226,6 +226,24 @@ def test_option(no_backend, name, value, error):
         refused(error, words, cupyflash.attention_backward, *backward_arguments(), **{name: value})
 
 
+@pytest.mark.parametrize("digits", [1000, 5000])
+@pytest.mark.parametrize("kind", [int, lambda x: -x, lambda x: Fraction(x, 3)], ids=["int", "negative", "fraction"])
+def test_huge_numbers_are_not_printed(no_backend, kind, digits):
+    """Python refuses to print an integer of more than 4300 digits."""
+    huge = kind(10**digits)
+    for name, value in (("scale", huge), ("window", (-abs(huge), 0)), ("window", (0, -abs(huge))), ("causal", huge)):
+        with pytest.raises((TypeError, ValueError), match=rf"{name} .*too long to print.*; allowed") as caught:
+            cupyflash.attention(*arrays(), **{name: value})
+        assert len(str(caught.value)) < 300
+    refused(ValueError, "scale is of type", cupyflash.attention, *arrays(), scale=huge)
+
+
+def test_huge_window_hides_nothing():
+    args = arrays()
+    for window in ((10**5000, None), (10**5000, 10**5000)):
+        np.testing.assert_array_equal(cupyflash.attention(*args, window=window), cupyflash.attention(*args))
+
+
 def test_negative_window_names_the_way_out(no_backend):
     refused(ValueError, "use None for unlimited", cupyflash.attention, *arrays(), window=(-1, 0))
 

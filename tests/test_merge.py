@@ -213,7 +213,9 @@ def test_wrong_parts(parts, error, words):
         merge_attention(*parts)
 
 
-@pytest.mark.parametrize("dtype", ["int32", "float8", "complex64", int, 3, object(), ">f4"])
+@pytest.mark.parametrize(
+    "dtype", ["int32", "float8", "complex64", int, 3, object(), ">f4", "f4,(3", "f4,(", [1], {"a": 1}]
+)
 def test_wrong_dtype(dtype):
     with pytest.raises(TypeError, match="dtype is .*; allowed: None, float16, bfloat16, float32, float64"):
         merge_attention((OUT, LSE), dtype=dtype)
