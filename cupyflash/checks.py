@@ -5,6 +5,8 @@ Messages name the argument, what it got and what is allowed. Nothing here reads 
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import lru_cache
 from numbers import Integral, Real
 from types import SimpleNamespace
@@ -21,6 +23,10 @@ GPU_HEAD_DIM = 256
 CORNERS = ("lower_right", "upper_left")
 MAX_SEQLENS = 2**30  # sums of two positions and a window side stay within 32 bits in the kernels
 MAX_SCALE = 1e38  # times log2(e), it is still finite in float32
+
+
+_MOST = 2**63 - 1
+_LEAST = dict(batch=0, seqlen_q=0, seqlen_k=0, heads_q=0, heads_k=0, head_dim=1, head_dim_v=1, diagonal=-_MOST)
 
 
 class Options(NamedTuple):
@@ -99,6 +105,43 @@ def flag(name, value):
     """Check a switch."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {shown(value)} ({type_name(value)}); allowed: False, True")
+
+
+def positive(name, value) -> float:
+    """A figure of a device."""
+    allowed = "allowed: a positive finite number, a second"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {shown(value)} ({type_name(value)}); {allowed}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} is {shown(value)}; {allowed}")
+    return number
+
+
+def integer(name, value, least) -> int:
+    """An integer of at most 64 bits."""
+    allowed = f"allowed: an integer from {least} to {_MOST}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {shown(value)} ({type_name(value)}); {allowed}")
+    if not least <= value <= _MOST:
+        raise ValueError(f"{name} is {shown(value)}; {allowed}")
+    return int(value)
+
+
+def given(problem) -> Problem:
+    """The same problem, whose fields a user wrote."""
+    fields = {name: integer(f"q.{name}", getattr(problem, name), least) for name, least in _LEAST.items()}
+    sides = {name: getattr(problem, name) for name in ("left", "right")}
+    fields |= {name: integer(f"q.{name}", side, 0) for name, side in sides.items() if side is not None}
+    heads_q, heads_k, lengths = fields["heads_q"], fields["heads_k"], fields["seqlen_q"] + fields["seqlen_k"]
+    if heads_q and (heads_k == 0 or heads_q % heads_k):
+        raise ValueError(f"q.heads_q is {heads_q} and q.heads_k is {heads_k}; allowed: a multiple of heads_k")
+    if lengths >= MAX_SEQLENS:
+        raise ValueError(f"q.seqlen_q and q.seqlen_k are {lengths} together; allowed: less than {MAX_SEQLENS}")
+    return replace(problem, **fields)
 
 
 def forward(gpu, options, *, q, k, v, out=None) -> Problem:

@@ -7,7 +7,6 @@ exponentials, and shared memory.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 
 from . import checks, choose, counts, interop
@@ -56,10 +55,14 @@ class Device:
     source: str = "given"
 
     def __post_init__(self):
-        for name in ("matmul", "memory", "exp"):
-            figure = getattr(self, name)
-            if not 0 < figure < math.inf:
-                raise ValueError(f"{name} is {figure!r}; allowed: a positive finite number, a second")
+        for name in ("name", "source"):
+            text = getattr(self, name)
+            if not isinstance(text, str):
+                raise TypeError(f"{name} is {checks.shown(text)} ({checks.type_name(text)}); allowed: a string")
+        fields = {name: checks.positive(name, getattr(self, name)) for name in ("matmul", "memory", "exp")}
+        fields["capability"] = checks.integer("capability", self.capability, 0)
+        for name, number in fields.items():  # plain numbers, which JSON takes
+            object.__setattr__(self, name, number)
 
     @property
     def shared(self) -> float:
@@ -218,12 +221,13 @@ def roofline(q, k=None, v=None, /, *, causal=False, window=None, device=None, me
     >>> found["standard forward"].binds, round(1e3 * found["standard forward"].predicted, 2)
     ('memory', 3.64)
     """
+    checks.flag("measure", measure)
     problem = _problem(q, k, v, causal, window)
     if problem.empty:
         raise ValueError(f"{problem} has nothing to compute; allowed: no dimension of length 0")
     if measure:
         if device is not None:
-            raise ValueError(f"device is {device!r} and measure is True; allowed: one of them")
+            raise ValueError(f"device is {checks.shown(device)} and measure is True; allowed: one of them")
         here, seconds = _measured(problem)
     else:
         here, seconds = _device(device), {}
@@ -236,6 +240,7 @@ def _problem(q, k, v, causal, window) -> Problem:
     if isinstance(q, Problem):
         if k is not None or v is not None or causal is not False or window is not None:
             raise TypeError("q is a Problem; allowed beside it: device and measure")
+        q = checks.given(q)
         if q.dtype not in ("float16", "bfloat16") or max(q.head_dim, q.head_dim_v) > 256:
             raise NotImplementedError(
                 f"q is a Problem of {q.dtype} with head_dim {q.head_dim} and {q.head_dim_v}; allowed: float16 and "
@@ -250,18 +255,18 @@ def _problem(q, k, v, causal, window) -> Problem:
 
 
 def _device(device) -> Device:
+    allowed = f"allowed: {', '.join(DEVICES)}, a Device of your own figures, or, on the GPU here, measure=True"
     if isinstance(device, Device):
         found = device
     elif device is None:
         name = _name_here()
         found = DEVICES.get(REPORTED.get(name, "") if name else FALLBACK)
+    elif isinstance(device, str):
+        name, found = checks.shown(device), DEVICES.get(device)
     else:
-        found = DEVICES.get(device)
+        raise TypeError(f"device is {checks.shown(device)} ({checks.type_name(device)}); {allowed}")
     if found is None:
-        raise ValueError(
-            f"device is {_name_here() if device is None else repr(device)}, whose figures are not known; allowed: "
-            f"{', '.join(DEVICES)}, a Device of your own figures, or, on the GPU here, measure=True"
-        )
+        raise ValueError(f"device is {name}, whose figures are not known; {allowed}")
     if found.capability not in choose.SHARED_LIMIT:
         raise ValueError(
             f"device has capability {found.capability}; allowed: {', '.join(map(str, choose.SHARED_LIMIT))}"

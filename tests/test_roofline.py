@@ -258,6 +258,14 @@ def test_own_figures():
         ([problem()], {"device": "H100", "measure": True}, ValueError, "one of them"),
         ([stand_in(1, 8, 1, 8, dtype=np.float32)] * 3, {}, NotImplementedError, "float32"),
         ([stand_in(1, 8, 1, 300)] * 3, {}, ValueError, "head_dim 300"),
+        *(
+            ([problem()], {"device": wrong}, TypeError, "device is .*; allowed: A100")
+            for wrong in (90, [], ["A100"], {}, {"A100"}, b"A100", True, Device)
+        ),
+        ([problem()], {"device": ""}, ValueError, "device is ''.*; allowed: A100"),
+        ([problem()], {"measure": 1}, TypeError, r"measure is 1 \(int\); allowed: False, True"),
+        ([problem()], {"measure": "no"}, TypeError, "measure is 'no'"),
+        ([problem()], {"measure": None}, TypeError, "measure is None"),
     ],
 )
 def test_wrong_arguments(arguments, options, error, words):
@@ -348,6 +356,69 @@ def test_a_plot_that_cannot_be_written_costs_no_table(capsys, tmp_path):
 def test_figures_of_a_device(figure):
     with pytest.raises(ValueError, match="memory is .*; allowed: a positive finite number"):
         Device("mine", 90, 1e12, figure, 1e12)
+
+
+@pytest.mark.parametrize(
+    "changes, error, words",
+    [
+        ({"name": 3}, TypeError, r"name is 3 \(int\); allowed: a string"),
+        ({"source": None}, TypeError, "source is None .*; allowed: a string"),
+        ({"capability": "90"}, TypeError, r"capability is '90' \(str\); allowed: an integer"),
+        ({"capability": 9.0}, TypeError, r"capability is 9.0 \(float\)"),
+        ({"capability": True}, TypeError, r"capability is True \(bool\)"),
+        ({"capability": -90}, ValueError, "capability is -90; allowed: an integer from 0"),
+        ({"matmul": "1"}, TypeError, r"matmul is '1' \(str\); allowed: a positive finite number, a second"),
+        ({"matmul": None}, TypeError, "matmul is None"),
+        ({"exp": True}, TypeError, "exp is True"),
+        ({"exp": 1j}, TypeError, "exp is 1j"),
+        ({"memory": np.array(1.0)}, TypeError, "memory is array"),
+        ({"memory": 10**400}, ValueError, "memory is .*too long to print; allowed: a positive finite number"),
+        ({"memory": -(10**400)}, ValueError, "memory is .*; allowed"),
+    ],
+)
+def test_fields_of_a_device(changes, error, words):
+    with pytest.raises(error, match=words):
+        replace(DEVICES["A100"], **changes)
+
+
+def test_figures_of_any_kind():
+    one = Device("mine", np.int64(90), np.float32(1e12), np.int64(10**12), 10**12)
+    assert one == Device("mine", 90, float(np.float32(1e12)), 1e12, 1e12)
+    assert json.dumps(cupyflash.roofline(problem(), device=one).as_dict())
+
+
+@pytest.mark.parametrize(
+    "changes, error, words",
+    [
+        *(
+            ({name: value}, ValueError, f"q.{name} is {value}; allowed: an integer from 0")
+            for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "left", "right")
+            for value in (-1, 2**63)
+        ),
+        ({"head_dim": 0}, ValueError, "q.head_dim is 0; allowed: an integer from 1"),
+        ({"head_dim_v": -8}, ValueError, "q.head_dim_v is -8"),
+        ({"batch": 10**5000}, ValueError, "q.batch is .*too long to print"),
+        ({"diagonal": 10**5000}, ValueError, "q.diagonal is .*too long to print"),
+        ({"diagonal": None}, TypeError, "q.diagonal is None"),
+        ({"heads_k": 0}, ValueError, "q.heads_q is 2 and q.heads_k is 0; allowed: a multiple"),
+        ({"heads_k": 3}, ValueError, "q.heads_q is 2 and q.heads_k is 3"),
+        ({"seqlen_q": 2**30}, ValueError, "q.seqlen_q and q.seqlen_k are .* together; allowed: less than 1073741824"),
+        ({"batch": 2.0}, TypeError, r"q.batch is 2.0 \(float\); allowed: an integer from 0"),
+        ({"batch": None}, TypeError, "q.batch is None"),
+        ({"head_dim": True}, TypeError, "q.head_dim is True"),
+        ({"left": "3"}, TypeError, "q.left is '3'"),
+    ],
+)
+def test_fields_of_a_problem(changes, error, words):
+    with pytest.raises(error, match=words):
+        cupyflash.roofline(replace(problem(), **changes), device="H100")
+
+
+def test_fields_of_a_problem_do_not_wrap():
+    fields = {"batch": 2**20, "seqlen_q": 2**20, "heads_q": 2**10, "heads_k": 2**10}
+    small = {name: np.int32(value) for name, value in fields.items()}
+    expected = cupyflash.roofline(replace(problem(), **fields), device="H100")
+    assert cupyflash.roofline(replace(problem(), **small), device="H100") == expected
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 NVL", "NVIDIA H100 PCIe"])
