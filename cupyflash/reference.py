@@ -9,6 +9,8 @@ import math
 import sys
 from typing import NamedTuple
 
+from . import checks
+
 
 class AttentionGradients(NamedTuple):
     """Gradients of the inputs of an attention call."""
@@ -97,12 +99,10 @@ def attention_backward(dout, q, k, v, out, lse, /, *, dlse=None, causal=False, w
 
 def visible(xp, seqlen_q, seqlen_k, causal=False, window=None):
     """Which keys each query sees: boolean, `(seqlen_q, seqlen_k)`."""
-    diagonal = 0 if causal == "upper_left" else seqlen_k - seqlen_q
-    left, right = (None, None) if window is None else window
+    corner, left, right, _ = checks.options(causal, window, None)
+    diagonal = 0 if corner == "upper_left" else seqlen_k - seqlen_q
     ahead = xp.arange(seqlen_k) - (xp.arange(seqlen_q)[:, None] + diagonal)
     seen = xp.ones((seqlen_q, seqlen_k), dtype=bool)
-    if causal:
-        seen &= ahead <= 0
     if right is not None:
         seen &= ahead <= min(right, seqlen_q + seqlen_k)
     if left is not None:

@@ -93,6 +93,34 @@ def test_known_values():
     np.testing.assert_allclose(out.ravel(), [0, 0.5, 0.5, 0.5, 0.5])
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.uint64, np.int8, np.int64, int])
+def test_window_sides_of_any_integer(kind):
+    expected = reference.visible(np, 9, 9, window=(2, 3))
+    assert expected.sum() == 9 * 6 - (2 + 1) - (3 + 2 + 1)
+    np.testing.assert_array_equal(reference.visible(np, 9, 9, window=(kind(2), kind(3))), expected)
+    assert reference.visible(np, 9, 9, window=(kind(127), kind(127))).all()
+    assert reference.visible(np, 9, 9, window=(10**5000, 10**5000)).all()
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"causal": "upper-left"}, ValueError),
+        ({"causal": ""}, ValueError),
+        ({"causal": 1}, TypeError),
+        ({"window": (-1, 0)}, ValueError),
+        ({"window": (1.0, 0)}, TypeError),
+        ({"window": 3}, TypeError),
+    ],
+)
+def test_unknown_masks(options, error):
+    q, k, v, dout, _ = arrays(3, 4)
+    out, lse = reference.attention(q, k, v, return_lse=True)
+    for function, args in ((reference.attention, (q, k, v)), (reference.attention_backward, (dout, q, k, v, out, lse))):
+        with pytest.raises(error, match="allowed"):
+            function(*args, **options)
+
+
 def test_query_heads_of_a_key_head():
     q, k, v, _, _ = arrays(3, 4, heads_q=6, heads_k=3)
     out = reference.attention(q, k, v)
