@@ -281,7 +281,7 @@ def _plan_forward(gpu, options, views):
     problem = checks.forward(gpu, options, **views)
     *batch, seqlen_q, heads_q, _ = views["q"].shape
     results = {
-        "out": ((*batch, seqlen_q, heads_q, problem.head_dim_v), views["q"].dtype),
+        "out": ((*batch, seqlen_q, heads_q, problem.head_dim_v), checks.PLAIN_DTYPES[problem.dtype]),
         "lse": ((*batch, heads_q, seqlen_q), checks.lse_dtype(problem.dtype)),
     }
     return _Plan(problem, problem.empty, bool(batch), _scattered(gpu, views), results)
@@ -289,7 +289,7 @@ def _plan_forward(gpu, options, views):
 
 def _plan_backward(gpu, options, views):
     problem = checks.backward(gpu, options, **views)
-    results = {f"d{name}": (views[name].shape, views[name].dtype) for name in "qkv"}
+    results = {f"d{name}": (views[name].shape, checks.PLAIN_DTYPES[problem.dtype]) for name in "qkv"}
     return _Plan(problem, problem.empty, views["q"].ndim == 4, _scattered(gpu, views), results)
 
 

@@ -18,6 +18,7 @@ from ml_dtypes import bfloat16
 from .problem import Problem
 
 DTYPES = {np.dtype(t): t.__name__ for t in (np.float16, bfloat16, np.float32, np.float64)}
+PLAIN_DTYPES = {name: dtype for dtype, name in DTYPES.items()}  # dtypes of arrays may carry metadata
 GPU_DTYPES = ("float16", "bfloat16")
 GPU_HEAD_DIM = 256
 CORNERS = ("lower_right", "upper_left")
@@ -235,7 +236,7 @@ def parts(outs, lses, dtype) -> np.dtype:
     for i, lse in enumerate(lses):
         shape = (*first.shape[:-3], first.shape[-2], first.shape[-3])
         _check_lse(DTYPES[first.dtype], f"lse of part {i}", lse, shape)
-    return first.dtype if dtype is None else _result_dtype(dtype)
+    return PLAIN_DTYPES[DTYPES[first.dtype if dtype is None else _result_dtype(dtype)]]
 
 
 def _result_dtype(dtype):

@@ -70,7 +70,7 @@ def merge_attention(*parts, dtype=None):
         outs, lses = views[::2], views[1::2]
         dtype = checks.parts(outs, lses, dtype)
         out, out_view = home.empty(outs[0].shape, dtype)
-        lse, lse_view = home.empty(lses[0].shape, lses[0].dtype)
+        lse, lse_view = home.empty(lses[0].shape, checks.lse_dtype(checks.DTYPES[outs[0].dtype]))
         with np.errstate(all="ignore"):
             _merge(home.xp, outs, lses, out_view, lse_view)
         return home.give(out), home.give(lse)

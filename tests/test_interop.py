@@ -119,6 +119,20 @@ def test_numpy_subclass(tmp_path):
     assert all(type(x) is np.ndarray for x in got)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_metadata_of_a_dtype_stays_with_its_array(dtype):
+    """It is no part of a dtype's equality: not in results, nor in those of a later call that looks alike."""
+    plain = inputs(dtype)
+    marked = [x.view(np.dtype(x.dtype, metadata={"of": "the caller"})) for x in plain]
+    sys.modules["cupyflash.attention"]._plans.clear()
+    for args in (marked, plain):
+        got = results(*args)
+        got += cupyflash.merge_attention((args[0], got[1].view(np.dtype(got[1].dtype, metadata={"of": "lse"}))))
+        got.append(cupyflash.merge_attention((args[0], got[1]), dtype=np.dtype("float32", metadata={"of": "dtype"}))[0])
+        assert all(x.dtype.metadata is None for x in got)
+    assert marked[0].dtype.metadata
+
+
 # ------------------------------------------------------------------------------- libraries, on the host
 
 
