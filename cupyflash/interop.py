@@ -7,10 +7,12 @@ when an array of it is at hand; none is imported for any other reason.
 
 from __future__ import annotations
 
+import operator
 import sys
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from importlib import import_module
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -19,6 +21,8 @@ from .checks import DTYPES, type_name
 
 _HOST, _CUDA = (1, 3), (2, 13)  # DLPack device types: CPU, pinned memory; CUDA, managed memory
 _ALLOWED = "allowed: arrays of NumPy, CuPy, PyTorch, JAX or with __dlpack__, of one library on one device"
+
+_PLAIN = "allowed: plain tensors with memory, not nested, traced, fake or of torch.func"
 
 
 def home(arrays: dict):
@@ -117,6 +121,8 @@ class PyTorch(Home):
         return {name: self._checked_view(name, x) for name, x in arrays.items()}
 
     def _checked_view(self, name, x):
+        if x.is_nested:
+            raise TypeError(f"{name} is a nested tensor; {_PLAIN}")
         if x.requires_grad and self.torch.is_grad_enabled():
             raise ValueError(
                 f"{name} requires grad, but no gradient flows through this call; allowed: {name}.detach() or "
@@ -130,12 +136,18 @@ class PyTorch(Home):
         dtype = self.dtypes.get(x.dtype)
         if dtype is None:
             raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, self.dtypes))}")
-        return self._view(x.detach(), dtype)
+        try:
+            return self._view(x.detach(), dtype)
+        except (AssertionError, RuntimeError) as error:
+            raise TypeError(f"{name} is a {type_name(x)} whose memory cannot be had: {error}; {_PLAIN}") from error
 
     def _view(self, x, dtype):
         if not self.gpu:
             return x.view(self.torch.int16).numpy().view(dtype) if dtype == bfloat16 else x.numpy()
-        memory = self.xp.cuda.UnownedMemory(x.data_ptr(), x.nbytes, x, self.index)
+        pointer = x.data_ptr()
+        if not pointer and x.numel():
+            raise RuntimeError("its address is 0")
+        memory = self.xp.cuda.UnownedMemory(pointer, x.nbytes, x, self.index)
         strides = [stride * dtype.itemsize for stride in x.stride()]
         return self.xp.ndarray(x.shape, dtype, self.xp.cuda.MemoryPointer(memory, 0), strides)
 
@@ -204,7 +216,7 @@ class DLPack(_Guest):
     def _view(self, name, x):
         try:
             return self.xp.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError, NotImplementedError) as error:
+        except Exception as error:  # whatever the library raises
             message = f"{name} is a {type_name(x)} that {self.xp.__name__} cannot view: {error}; {_ALLOWED}"
             raise TypeError(message) from error
 
@@ -215,7 +227,7 @@ class DLPack(_Guest):
 _NO_SCOPE = nullcontext()
 _NUMPY = Home()
 _HOMES: dict = {}  # (class, *arguments) -> home
-_FINDERS: dict = {}  # type of an array -> function to its home
+_FINDERS = WeakKeyDictionary()  # type of an array -> function to its home
 
 
 def _home(*key):
@@ -261,10 +273,15 @@ def _find_jax(name, x):
 def _find_dlpack(name, x):
     if not hasattr(x, "__array_namespace__"):
         raise TypeError(f"{name} is a {type_name(x)} without __array_namespace__, which makes the results")
-    kind, index = (int(number) for number in x.__dlpack_device__())
-    if kind not in _HOST + _CUDA:
+    try:
+        kind, index = map(operator.index, x.__dlpack_device__())
+        namespace = x.__array_namespace__()
+    except Exception as error:  # whatever the library raises
+        raise TypeError(
+            f"{name} is a {type_name(x)} without a DLPack device or namespace: {error}; {_ALLOWED}"
+        ) from error
+    if kind not in _HOST + _CUDA or index < 0:
         raise ValueError(f"{name} is on DLPack device ({kind}, {index}); allowed: the host or a CUDA GPU")
-    namespace = x.__array_namespace__()
     library = getattr(namespace, "__name__", type(x).__module__)
     return _home(DLPack, index if kind in _CUDA else None, library, namespace)
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -267,6 +268,56 @@ def test_library_on_another_device():
         cupyflash.attention(q, k, v)
 
 
+def raises(error):
+    def method(self, *args, **kwargs):
+        raise error
+
+    return method
+
+
+@pytest.mark.parametrize(
+    "name, broken",
+    [
+        *(
+            ("__dlpack_device__", lambda self, device=device: device)
+            for device in (None, 1, (), (1,), (1, 0, 0), "ab", (1, None), (1.5, 0), ([], {}))
+        ),
+        ("__dlpack_device__", raises(ValueError("lost"))),
+        ("__dlpack_device__", raises(ZeroDivisionError("lost"))),
+        ("__dlpack_device__", None),
+        ("__array_namespace__", raises(KeyError("lost"))),
+        ("__dlpack__", raises(ValueError("lost"))),
+        ("__dlpack__", raises(ZeroDivisionError("lost"))),
+        ("__dlpack__", raises(MemoryError("lost"))),
+        ("__dlpack__", lambda self, **kwargs: None),
+        ("__dlpack__", None),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 2])
+def test_library_that_is_broken(name, broken, position):
+    kind = type("Broken", (Library.Array,), {name: broken})
+    args = [library.Array(x) for x in inputs()[1:]]
+    args[position] = kind(args[position].x)
+    with pytest.raises(TypeError, match=f"^{'qkv'[position]} is a .*Broken.*; allowed"):
+        cupyflash.attention(*args)
+
+
+def test_library_on_no_device():
+    _, q, k, v = (library.Array(x, (2, -1)) for x in inputs())
+    with pytest.raises(ValueError, match=r"q is on DLPack device \(2, -1\); allowed"):
+        cupyflash.attention(q, k, v)
+
+
+def test_types_are_not_kept():
+    kind = type("Local", (Library.Array,), {})
+    cupyflash.attention(*[kind(x) for x in inputs()[1:]])
+    assert kind in interop._FINDERS
+    known = weakref.ref(kind)
+    del kind
+    gc.collect()
+    assert known() is None
+
+
 # ----------------------------------------------------------------------------------------------- PyTorch
 
 
@@ -318,6 +369,26 @@ def test_torch_tensors_without_plain_memory():
             cupyflash.attention(wrong, k, v)
     expected = cupyflash.attention(q, k, v)
     assert torch.equal(cupyflash.attention(negative.resolve_neg(), k, v), expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("position", [0, 2])
+def test_torch_tensors_without_memory(position):
+    torch = pytest.importorskip("torch")
+    fake = pytest.importorskip("torch._subclasses.fake_tensor").FakeTensorMode()
+    args = [from_numpy("torch", x) for x in inputs()[1:]]
+    name = "qkv"[position]
+
+    def call(wrong):
+        cupyflash.attention(*args[:position], wrong, *args[position + 1 :])
+
+    for layout in (torch.strided, torch.jagged):
+        with pytest.raises(TypeError, match=f"^{name} is a nested tensor; allowed: plain tensors"):
+            call(torch.nested.nested_tensor([*args[position]], layout=layout))
+    with pytest.raises(TypeError, match=f"^{name} is a .*FakeTensor whose memory.*; allowed: plain tensors"):
+        call(fake.from_tensor(args[position]))
+    with pytest.raises(TypeError, match=f"^{name} is a torch.Tensor whose memory.*; allowed: plain tensors"):
+        torch.func.vmap(call)(args[position][None])
 
 
 def test_torch_layouts():
