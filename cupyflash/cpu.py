@@ -9,6 +9,7 @@ run along whole rows of memory, which NumPy does several times faster than along
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,9 +34,9 @@ def forward(problem, q, k, v, out, lse):
 
 def _forward_rows(stack, rows, queries, keys, values):
     """Attention of one block of queries, and its log-sum-exp, by online softmax."""
-    highest = np.full(queries.shape[:-1], -np.inf, queries.dtype)
+    highest = np.full(queries.folded.shape[:-1], -np.inf, stack.dtype)
     total = np.zeros_like(highest)
-    weighted = np.zeros((*highest.shape, values.shape[-1]), queries.dtype)
+    weighted = np.zeros((*highest.shape, values.shape[-1]), stack.dtype)
     for tile in stack.key_blocks(rows):
         p = stack.logits(queries, keys, rows, tile)
         previous, highest = highest, np.maximum(highest, p.max(axis=-2))
@@ -72,7 +73,7 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
 
 def _backward_rows(stack, rows, queries, keys, values, douts, lse, delta, dkeys, dvalues):
     """Gradient of one block of queries; adds their part to the gradients of keys and values."""
-    dqueries = np.zeros_like(queries)
+    dqueries = np.zeros_like(queries.folded)
     lse = np.where(lse == -np.inf, np.inf, lse)  # a row without keys: weights 0, not exp(-inf + inf)
     for tile in stack.key_blocks(rows):
         p = stack.logits(queries, keys, rows, tile)
@@ -82,9 +83,16 @@ def _backward_rows(stack, rows, queries, keys, values, douts, lse, delta, dkeys,
         ds = values[..., tile, :] @ douts.swapaxes(-1, -2)
         ds -= delta[..., None, :]
         ds *= p
-        dkeys[..., tile, :] += ds @ queries  # the queries are scaled already
+        dkeys[..., tile, :] += queries.complete(ds @ queries.folded)
         dqueries += ds.swapaxes(-1, -2) @ keys[..., tile, :]
-    return dqueries * stack.dtype(stack.problem.scale)
+    return _times(dqueries, stack.problem.scale)
+
+
+def _times(x, scale):
+    """``scale * x``, also where the scale is too small for a normal number of the dtype of `x`."""
+    if 0 < abs(scale) < np.finfo(x.dtype).tiny:
+        return np.multiply(x, scale, dtype=np.float64).astype(x.dtype)
+    return x * x.dtype.type(scale)
 
 
 def _by_row(lse):
@@ -101,6 +109,16 @@ def _stacks(problem):
     for b in range(0, problem.batch, batch):
         for h in range(0, problem.heads_k, heads_k):
             yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows)
+
+
+class _Queries(NamedTuple):
+    """One block of queries of a stack."""
+
+    folded: np.ndarray  # (batch, heads_k, group * rows, head_dim)
+    scale: float | None  # that products with them still lack
+
+    def complete(self, product):
+        return product if self.scale is None else _times(product, self.scale)
 
 
 @dataclass(frozen=True)
@@ -131,8 +149,12 @@ class _Stack:
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
     def fold_queries(self, q, rows):
-        """Folded and scaled."""
-        return self.fold(q, rows) * self.dtype(self.problem.scale)
+        """Folded and scaled, unless a number overflows that the keys may make small again."""
+        queries, scale = self.fold(q, rows), self.problem.scale
+        scaled = _times(queries, scale)
+        if abs(scale) > 1 and (np.isinf(scaled) & np.isfinite(queries)).any():
+            return _Queries(queries, scale)
+        return _Queries(scaled, None)
 
     def unfold(self, folded, x, rows=slice(None)):
         """Write to `x` what `fold` would read from it."""
@@ -145,7 +167,7 @@ class _Stack:
 
     def logits(self, queries, keys, rows, tile):
         """Keys by queries of one tile, -inf where the key is hidden."""
-        logits = keys[..., tile, :] @ queries.swapaxes(-1, -2)
+        logits = queries.complete(keys[..., tile, :] @ queries.folded.swapaxes(-1, -2))
         low, high = self.problem.unmasked_range(rows.start, rows.stop)
         if tile.start < low or tile.stop > high:
             by_head = logits.reshape(*logits.shape[:-1], -1, rows.stop - rows.start)

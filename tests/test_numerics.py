@@ -8,7 +8,7 @@ import tools
 from tools import check, inputs
 
 import cupyflash
-from cupyflash import checks
+from cupyflash import checks, reference
 
 
 @pytest.mark.parametrize("seqlen_k", [37, 200])
@@ -206,6 +206,53 @@ def test_scales_that_float32_flushes(backend, scale, causal):
     right = tools.expectation(backend, *x.qkv, x.dout, causal=causal, scale=0.0)
     tools.assert_close("dv", backend.host(dv), *right["dv"])
     assert max(np.abs(backend.host(x)).max() for x in (dq, dk)) <= 100 * abs(scale)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    "dtype, scale, q, k",
+    [
+        ("float32", 1e-46, 1e30, 1e16),  # float32 has no number for the scale
+        ("float32", 1e-40, 1e25, 1e15),  # nor a normal one
+        ("bfloat16", 1e-46, 1e30, 1e16),
+        ("float64", 1e-310, 1e155, 1e152),
+        ("float32", 1e37, 100, 1e-38),  # scale * q is infinite
+        ("float32", 1e38, 1e-19, 1e-19),  # the product without the scale is denormal
+        ("float32", 30, 2e37, 1.5e-38),
+        ("bfloat16", 1e37, 100, 1e-38),
+        ("float16", 1e38, 6e4, 0),
+        ("float64", 1e38, 1e275, 1e-313),
+    ],
+)
+def test_scales_far_from_one(dtype, sign, scale, q, k):
+    """A product with the scale overflows, or is 0, only where the logit is."""
+    backend, rng = tools.Backend("numpy", dtype), np.random.default_rng(0)
+    q = backend.array(q * rng.uniform(0.5, 1, (1, 40, 2, 4)))
+    k = backend.array(k * rng.uniform(-1, 1, (1, 70, 1, 4)))
+    v, dout = backend.normal((1, 70, 1, 4)), backend.normal((1, 40, 2, 4), seed=1)
+    options = {"scale": sign * scale, "causal": True}
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    gradients = cupyflash.attention_backward(dout, q, k, v, out, lse, **options)
+    wide = [backend.host(x) for x in (dout, q, k, v, out, lse)]
+    right, right_lse = reference.attention(*wide[1:4], return_lse=True, **options)
+    np.testing.assert_allclose(backend.host(out), right, rtol=4 * backend.eps, atol=max(1e-5, backend.eps))
+    np.testing.assert_allclose(lse, right_lse, rtol=1e-5, atol=1e-5)
+    with np.errstate(all="ignore"):
+        rights = reference.attention_backward(*wide, **options)
+    for name, got, right in zip(gradients._fields, map(backend.host, gradients), rights):
+        fits = np.abs(right) < float(np.finfo("f8" if dtype == "float64" else "f4").max) / 1000  # scale * q may not
+        atol = max(1e-5, 2 * backend.eps) * np.abs(right[np.isfinite(right)]).max(initial=0)
+        got, right = (np.where(fits, x, 0) for x in (got, right))
+        np.testing.assert_allclose(got, right, rtol=4 * backend.eps, atol=atol, err_msg=name)
+
+
+def test_one_query_whose_scale_overflows_alone():
+    """A row far from the others in its block changes nothing but their rounding."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 1, 40, 1, 8)).astype("float32")
+    expected = cupyflash.attention(q, k, k, scale=20)
+    q[0, 3] = 3e38
+    np.testing.assert_allclose(cupyflash.attention(q, k, k, scale=20)[0, 4:], expected[0, 4:], rtol=1e-4, atol=1e-5)
 
 
 def test_negative_scale_of_spiky_logits(backend):
