@@ -107,8 +107,8 @@ BACKWARD = {
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 
-# Hopper, head_dim up to: (block_q, groups, stages, key_slots, early). Relative to cuDNN 9.19, timed in the same way, at
-# the same lengths, then deterministic at 4096:
+# Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the same
+# lengths, then deterministic at 4096:
 #    64: 1.32 1.32, 1.38 1.41; 1.21, 1.36   128: 1.13 1.17, 1.13 1.22; 1.10, 1.08
 # Tried:
 #   read lse, delta and what to do next where    5 % less at 128, 3 % less at 64: shared memory answers after all that
@@ -130,7 +130,7 @@ BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
-HOPPER_BACKWARD = {64: (128, 2, 2, 2, True), 128: (64, 2, 2, 1, True)}
+HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 
 # Hopper, where the backward is split, head_dim up to: (kept, slots, slots_dout) of the kernel of dk and dv, (slots,
@@ -265,8 +265,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     access = 16 if access == 16 else min(access, 4)
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    block_q, groups, stages, key_slots, early = HOPPER_BACKWARD[d]
-    spec = HopperBackwardSpec(d, dv, block_q, groups, stages, key_slots, early, deterministic, access)
+    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access)
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
 
 

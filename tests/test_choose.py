@@ -378,8 +378,7 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             choose.hopper_backward(problem(40, 72), 8, True),
             "sm90/backward.cuh",
             "cupyflash::hopper_backward<cupyflash::bfloat16, cupyflash::HopperBackwardSpec{.head_dim=128, "
-            ".head_dim_v=96, .block_q=64, .groups=2, .stages=2, .key_slots=1, .early=true, "
-            ".deterministic=true, .access=4}>",
+            ".head_dim_v=96, .block_q=64, .groups=2, .stages=2, .key_slots=1, .deterministic=true, .access=4}>",
         ),
         (
             choose.hopper_split_backward(problem(192, 128), 16)[0],

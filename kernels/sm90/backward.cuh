@@ -221,19 +221,15 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       tiles.queries().wait(1);
       read_job(1);
       if constexpr (kReadsAhead) read_lse(1, 0, kBlockQ / 32);
-      if constexpr (!kSpec.early) {
-        if (!first) add_dq(target, -1);
-        wgmma_wait<0>();  // dk is there
-      }
       if (goes_on) tiles.keys().wait(1);
       issue_scores(1, goes_on);
       turns.pass_on();
-      if (kSpec.early && !first) add_dq(target, -1);
+      if (!first) add_dq(target, -1);
       if (goes_on) {
         wgmma_wait<0>();
         store_gradients();
-      } else if constexpr (kSpec.early) {
-        wgmma_wait<1>();  // dk is there
+      } else {
+        wgmma_wait<1>();  // dk is there; the next scores are being made
       }
       tiles.queries().release();
       if constexpr (kReadsAhead) read_lse(1, kBlockQ / 32, kBlockQ / 16);
