@@ -76,6 +76,7 @@ def is_valid(spec):
     pieces = {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v, "block_k": spec.block_k}
     if isinstance(spec, choose.ForwardSpec):
         assert spec.warps % spec.out_warps_q == 0
+        assert spec.p_in_registers or spec.stages == 1
         pieces |= {
             "score rows": spec.block_q / spec.warps,
             "out rows": spec.block_q / spec.out_warps_q,
