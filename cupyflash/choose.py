@@ -115,8 +115,8 @@ BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 #   they are needed, not a tile ahead            is on its way to dq, 100 to 250 cycles
 #   dS^T made visible between dv and dq          3 % less at 128, 4 % less at 64: the fence waits while others wait
 #   4 tiles of q at 128, 3 at 64                 2 to 5 % less, equal
-#   deterministic: every warp waits and tells    25 % at 64, 31 % at 128 beside what it costs now; split costs 26 %
-#   by itself; with a fence in its way
+#   deterministic: every warp waits for its turn costs 25 % at 64, 31 % at 128, where a thread of its own costs what
+#   and tells by itself, behind a fence          stands above; split, 26 %
 # Tried before that, in TFLOP/s at lengths 512 / 4096 / 16384, full mask, where cuDNN had 246 / 379 / 440 at 64 and
 # 308 / 492 / 515 at 128; figures of another run are marked by what the two that own the keys, without turns, had there:
 #   the first S of the next keys issued late     64: 312 / 479 / 514 instead of 348 / 510 / 510; 128: 334 / 542 / 611,
@@ -272,8 +272,8 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
 def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> bool:
     """Whether the tiles of keys of a head begin with different queries, so that they add to dq at different places.
 
-    With a mask they do anyway. Deterministic, each waits for all others of its head, which must run at the same time:
-    rotated only where whole heads fill nearly all `places`.
+    With a mask they see different queries anyway. Deterministic, each waits for all others of its head, which must run
+    at the same time: rotated only where whole heads fill nearly all `places`.
     """
     return not problem.banded and (not deterministic or tiles <= places and places % tiles <= places // 10)
 
