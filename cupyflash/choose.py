@@ -107,8 +107,8 @@ BACKWARD = {
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 
-# Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the same
-# lengths, then deterministic at 4096:
+# Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
+# same lengths, then deterministic at 4096:
 #    64: 1.32 1.32, 1.38 1.41; 1.21, 1.36   128: 1.13 1.17, 1.13 1.22; 1.10, 1.08
 # Tried:
 #   read lse, delta and what to do next where    5 % less at 128, 3 % less at 64: shared memory answers after all that
