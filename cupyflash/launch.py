@@ -65,7 +65,7 @@ class Launch:
 class Plan:
     """The launches of one pass and their struct, which lacks nothing but the pointers."""
 
-    calls: tuple[tuple, ...]  # of the launches
+    calls: tuple[tuple, ...]  # `Launch.call` of each
     kernels: tuple  # that they belong to
     words: np.ndarray  # the struct as 64-bit words
     slots: tuple[int, ...]  # the words that hold the pointers
