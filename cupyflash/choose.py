@@ -107,16 +107,16 @@ BACKWARD = {
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 
-# Hopper, head_dim up to: (block_q, groups, stages, key_slots, early). Relative to cuDNN 9.19, timed in the same way, at
-# the same lengths, then deterministic at 4096:
+# Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
+# same lengths, then deterministic at 4096:
 #    64: 1.32 1.32, 1.38 1.41; 1.21, 1.36   128: 1.13 1.17, 1.13 1.22; 1.10, 1.08
 # Tried:
 #   read lse, delta and what to do next where    5 % less at 128, 3 % less at 64: shared memory answers after all that
 #   they are needed, not a tile ahead            is on its way to dq, 100 to 250 cycles
 #   dS^T made visible between dv and dq          3 % less at 128, 4 % less at 64: the fence waits while others wait
 #   4 tiles of q at 128, 3 at 64                 2 to 5 % less, equal
-#   deterministic: every warp waits and tells    25 % at 64, 31 % at 128 beside what it costs now; split costs 26 %
-#   by itself; with a fence in its way
+#   deterministic: every warp waits for its turn costs 25 % at 64, 31 % at 128, where a thread of its own costs what
+#   and tells by itself, behind a fence          stands above; split, 26 %
 # Tried before that, in TFLOP/s at lengths 512 / 4096 / 16384, full mask, where cuDNN had 246 / 379 / 440 at 64 and
 # 308 / 492 / 515 at 128; figures of another run are marked by what the two that own the keys, without turns, had there:
 #   the first S of the next keys issued late     64: 312 / 479 / 514 instead of 348 / 510 / 510; 128: 334 / 542 / 611,
@@ -130,7 +130,7 @@ BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
-HOPPER_BACKWARD = {64: (128, 2, 2, 2, True), 128: (64, 2, 2, 1, True)}
+HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 
 # Hopper, where the backward is split, head_dim up to: (kept, slots, slots_dout) of the kernel of dk and dv, (slots,
@@ -265,16 +265,15 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     access = 16 if access == 16 else min(access, 4)
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    block_q, groups, stages, key_slots, early = HOPPER_BACKWARD[d]
-    spec = HopperBackwardSpec(d, dv, block_q, groups, stages, key_slots, early, deterministic, access)
+    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access)
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
 
 
 def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> bool:
     """Whether the tiles of keys of a head begin with different queries, so that they add to dq at different places.
 
-    With a mask they do anyway. Deterministic, each waits for all others of its head, which must run at the same time:
-    rotated only where whole heads fill nearly all `places`.
+    With a mask they see different queries anyway. Deterministic, each waits for all others of its head, which must run
+    at the same time: rotated only where whole heads fill nearly all `places`.
     """
     return not problem.banded and (not deterministic or tiles <= places and places % tiles <= places // 10)
 

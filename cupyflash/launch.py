@@ -2,13 +2,12 @@
 
 Every array but the lse-shaped ones has a contiguous last axis: what has not was copied before (``attention.py``).
 What depends on shapes, strides and alignment is worked out once and kept as a plan; a warm call copies the plan's
-struct, writes the pointers and launches. The dtypes are the twins of the structs in ``kernels/core/params.cuh``.
+struct, writes the pointers and launches.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import threading
 from dataclasses import dataclass, field, replace
 
@@ -18,50 +17,20 @@ import numpy as np
 from . import choose, compiler, tensor_map
 from .problem import Problem
 from .spec import Variant
-
-ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
-ROW_ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")], align=True)
-_COUNTS = "batch heads_q group seqlen_q seqlen_k head_dim head_dim_v low high section"
-SIZES = np.dtype([*((n, "i4") for n in _COUNTS.split()), ("scale", "f4"), ("scale_log2", "f4")], align=True)
-FORWARD_PARAMS = np.dtype(
-    [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY), ("sizes", SIZES)], align=True
-)
-BACKWARD_PARAMS = np.dtype(
-    [*((n, ARRAY) for n in ("q", "k", "v", "dout", "out", "dq", "dk", "dv"))]
-    + [*((n, ROW_ARRAY) for n in ("lse", "dlse", "delta"))]
-    + [("dq_sum", "u8"), ("turn", "u8"), ("sizes", SIZES)],
-    align=True,
+from .structs import (
+    BACKWARD_PARAMS,
+    FORWARD_PARAMS,
+    HOPPER_BACKWARD_PARAMS,
+    HOPPER_FORWARD_PARAMS,
+    HOPPER_POINTERS,
+    MAP,
+    STATISTIC_TILE,
+    fill,
+    sizes,
+    steps,
 )
 
-ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "paired")])
-MAP = np.dtype(("u8", tensor_map.WORDS))
-HOPPER_FORWARD_PARAMS = np.dtype(
-    {
-        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries"],
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4"],
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644],
-        "itemsize": 704,
-    }
-)
-# The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
-_maps = -(-BACKWARD_PARAMS.itemsize // 64) * 64
-HOPPER_BACKWARD_PARAMS = np.dtype(
-    {
-        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries", "rotated"],
-        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER, "i4"],
-        "offsets": [
-            *(BACKWARD_PARAMS.fields[n][1] for n in BACKWARD_PARAMS.names),
-            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532, 552)),
-        ],
-        "itemsize": _maps + 576,
-    }
-)
-HOPPER_POINTERS = (*BACKWARD_PARAMS.names[:-1], "q_map", "k_map", "v_map", "dout_map")
-
-UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
-TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
-STATISTIC_TILE = 128  # kStatisticTile
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}
@@ -80,16 +49,23 @@ class Launch:
     cooperative: bool  # its blocks wait for each other: the driver starts it when all can run at once
 
     @classmethod
-    def of(cls, variant: Variant, blocks: int, threads: int, cooperative: bool = False) -> Launch:
+    def of(cls, variant: Variant, blocks: int, cooperative: bool = False) -> Launch:
         kernel = compiler.kernel(variant, cupy.cuda.runtime.getDevice())
-        return cls(kernel, blocks, threads, variant.spec.shared_bytes, cooperative)
+        return cls(kernel, blocks, variant.spec.threads, variant.spec.shared_bytes, cooperative)
+
+    @property
+    def call(self) -> tuple:
+        """The driver's function, and its arguments before and after the stream and the struct."""
+        driver = cupy.cuda.driver
+        before = (self.kernel.kernel.ptr, self.blocks, 1, 1, self.threads, 1, 1, self.shared_bytes)
+        return (driver.launchCooperativeKernel, before, ()) if self.cooperative else (driver.launchKernel, before, (0,))
 
 
 @dataclass(frozen=True)
 class Plan:
     """The launches of one pass and their struct, which lacks nothing but the pointers."""
 
-    launches: tuple[tuple, ...]  # the driver's function and its arguments, up to the shared memory and after the struct
+    calls: tuple[tuple, ...]  # `Launch.call` of each
     kernels: tuple  # that they belong to
     words: np.ndarray  # the struct as 64-bit words
     slots: tuple[int, ...]  # the words that hold the pointers
@@ -103,13 +79,8 @@ class Plan:
             for name in names
         )
         kernels = tuple(launch.kernel for launch in launches)
-        driver, calls = cupy.cuda.driver, []
-        for x in launches:
-            first = (x.kernel.kernel.ptr, x.blocks, 1, 1, x.threads, 1, 1, x.shared_bytes)
-            calls.append(
-                (driver.launchCooperativeKernel, first, ()) if x.cooperative else (driver.launchKernel, first, (0,))
-            )
-        return cls(tuple(calls), kernels, params.view(np.int64), slots, workspace)
+        calls = tuple(launch.call for launch in launches)
+        return cls(calls, kernels, params.view(np.int64), slots, workspace)
 
     def run(self, *pointers: int) -> None:
         # What CuPy does for any kernel and any arguments, in a fraction of the time.
@@ -125,8 +96,8 @@ class Plan:
         for slot, pointer in zip(self.slots, pointers):
             words[slot] = pointer
         stream = cupy.cuda.get_current_stream().ptr
-        for function, first, last in self.launches:
-            function(*first, stream, address, *last)
+        for function, before, after in self.calls:
+            function(*before, stream, address, *after)
         self.idle.append((words, arguments, address))
 
 
@@ -189,36 +160,14 @@ def _remember(key: tuple, plan: Plan) -> Plan:
     return plan
 
 
-def _steps(x) -> tuple[int, ...]:
-    """Strides in elements of the first three axes; that of an axis with one entry means nothing and becomes 0."""
-    return tuple(stride // x.itemsize if n > 1 else 0 for stride, n in zip(x.strides[:3], x.shape))
-
-
 def _access(problem: Problem, arrays: tuple) -> int:
     """Return the widest load, in bytes, that every row of every array is aligned to and a multiple of."""
     bits = 16 | 2 * problem.head_dim | 2 * problem.head_dim_v
     for x in arrays:
         bits |= x.data.ptr
-        for step in _steps(x):
+        for step in steps(x):
             bits |= step * x.itemsize
     return bits & -bits
-
-
-def _fill(params: np.ndarray, name: str, x) -> None:
-    if x is not None:
-        record = params[0][name]
-        for field, step in zip(record.dtype.names[1:], _steps(x)):
-            record[field] = step
-
-
-def _sizes(problem: Problem, section: int):
-    low = -UNBOUNDED if problem.left is None else problem.diagonal - problem.left
-    high = UNBOUNDED if problem.right is None else problem.diagonal + problem.right
-    used = math.copysign(max(abs(problem.scale), TINY), problem.scale)
-    return (
-        problem.batch, problem.heads_q, problem.group, problem.seqlen_q, problem.seqlen_k, problem.head_dim,
-        problem.head_dim_v, low, high, section, problem.scale, used * math.log2(math.e),
-    )  # fmt: skip
 
 
 @functools.cache
@@ -248,7 +197,7 @@ def _forward_sizes(problem: Problem, packed: int = 1):
     """`packed`: heads of a tile."""
     key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     section = min(problem.batch * problem.heads_q, max(1, L2_SHARE // key_bytes) * problem.group) // packed
-    return _sizes(problem, section)
+    return sizes(problem, section)
 
 
 def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
@@ -266,8 +215,8 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse) -> 
     params = np.zeros(1, FORWARD_PARAMS)
     params["sizes"] = _forward_sizes(problem)
     for name, x in zip(FORWARD_PARAMS.names, (q, k, v, out, lse)):
-        _fill(params, name, x)
-    return Plan.of((Launch.of(variant, blocks, variant.spec.threads),), params, FORWARD_PARAMS.names[:-1])
+        fill(params, name, x)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_PARAMS.names[:-1])
 
 
 def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan | None:
@@ -296,9 +245,9 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
     params["order"], runs = _order(problem, heads, tiles, clusters * spec.teams)
     params["queries"] = queries
     params["sizes"] = _forward_sizes(problem, group)
-    _fill(params, "out", out)
-    _fill(params, "lse", lse)
-    launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster, spec.threads)
+    fill(params, "out", out)
+    fill(params, "lse", lse)
+    launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
     return Plan.of((launch,), params, ("q", "k", "v", target, "lse"))
 
 
@@ -330,10 +279,10 @@ def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, lse, d
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
     params = np.zeros(1, BACKWARD_PARAMS)
     _fill_backward(params, problem, arrays, lse, dlse)
-    params["sizes"] = _sizes(problem, _backward_section(problem))
+    params["sizes"] = sizes(problem, _backward_section(problem))
     launches = (
         _launch_before(problem, choose.before_backward(main, out.dtype == np.float32, access)),
-        Launch.of(main, blocks, spec.threads),
+        Launch.of(main, blocks),
         _launch_after(problem, choose.after_backward(main)),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
@@ -354,14 +303,14 @@ def _launch_before(problem: Problem, before: Variant) -> Launch:
     """A block computes 16 rows of some neighbouring heads."""
     rows = _statistic_rows(problem) if before.spec.packed else problem.seqlen_q
     blocks = _blocks(problem.batch * -(-problem.heads_q // before.spec.heads), -(-rows // 16))
-    return Launch.of(before, blocks, before.spec.threads)
+    return Launch.of(before, blocks)
 
 
 def _launch_after(problem: Problem, after: Variant) -> Launch:
     """A warp converts 16 rows of some columns of one head."""
     parts = after.spec.head_dim // after.spec.finished_cols
     warps = problem.batch * problem.heads_q * -(-problem.seqlen_q // 16) * parts
-    return Launch.of(after, _blocks(-(-warps // after.spec.warps), 1), after.spec.threads)
+    return Launch.of(after, _blocks(-(-warps // after.spec.warps), 1))
 
 
 def _statistic_rows(problem: Problem) -> int:
@@ -389,11 +338,11 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dls
     cooperative = deterministic and rotated  # the blocks of a head wait for each other: whole heads at a time
     if cooperative:
         most = most // tiles * tiles
-    params["sizes"] = _sizes(problem, 1 if cooperative else _backward_section(problem))
+    params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem))
     _fill_backward(params, problem, arrays, lse, dlse)
     launches = (
         _launch_before(problem, before),
-        Launch.of(main, min(most, runs), spec.threads, cooperative),
+        Launch.of(main, min(most, runs), cooperative),
         _launch_after(problem, choose.after_backward(main)),
     )
     sum_size = _dq_sum_size(problem, spec)
@@ -431,17 +380,17 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     most = _attribute(device, "MultiProcessorCount")
     params["keys"], runs_k = _order(problem, problem.heads_k, tiles_k, most)
     params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
-    params["sizes"] = _sizes(problem, section)
+    params["sizes"] = sizes(problem, section)
     _fill_backward(params, problem, arrays, lse, dlse)
     launches = (
         _launch_before(problem, before),
-        Launch.of(keys, min(most, runs_k), keys.spec.threads),
-        Launch.of(queries, min(most, runs_q), queries.spec.threads),
+        Launch.of(keys, min(most, runs_k)),
+        Launch.of(queries, min(most, runs_q)),
     )
     return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
 
 
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse) -> None:
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
-        _fill(params, name, x)
+        fill(params, name, x)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

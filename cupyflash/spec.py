@@ -127,7 +127,6 @@ class HopperBackwardSpec(Spec):
     groups: int
     stages: int
     key_slots: int
-    early: bool
     deterministic: bool
     access: int
 

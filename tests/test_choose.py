@@ -76,6 +76,7 @@ def is_valid(spec):
     pieces = {"head_dim": spec.head_dim, "head_dim_v": spec.head_dim_v, "block_k": spec.block_k}
     if isinstance(spec, choose.ForwardSpec):
         assert spec.warps % spec.out_warps_q == 0
+        assert spec.p_in_registers or spec.stages == 1
         pieces |= {
             "score rows": spec.block_q / spec.warps,
             "out rows": spec.block_q / spec.out_warps_q,
@@ -378,8 +379,7 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             choose.hopper_backward(problem(40, 72), 8, True),
             "sm90/backward.cuh",
             "cupyflash::hopper_backward<cupyflash::bfloat16, cupyflash::HopperBackwardSpec{.head_dim=128, "
-            ".head_dim_v=96, .block_q=64, .groups=2, .stages=2, .key_slots=1, .early=true, "
-            ".deterministic=true, .access=4}>",
+            ".head_dim_v=96, .block_q=64, .groups=2, .stages=2, .key_slots=1, .deterministic=true, .access=4}>",
         ),
         (
             choose.hopper_split_backward(problem(192, 128), 16)[0],

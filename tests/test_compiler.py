@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tools
 
-from cupyflash import choose, compiler, spec
+from cupyflash import choose, compiler, spec, structs
 from cupyflash.problem import Problem
 
 needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.nvrtc_missing()))
@@ -203,32 +203,29 @@ def compile_twins(lines, header="sm90/forward.cuh"):
     tools.nvrtc_compile(compiler.source(header) + TWINS_HEADER + "\n".join(lines), (), "sm_90a")
 
 
-@pytest.fixture(scope="module")
-def launch():
-    return pytest.importorskip("cupyflash.launch", reason="needs CuPy")
+NESTED = {
+    structs.ARRAY: "cupyflash::Array",
+    structs.ROW_ARRAY: "cupyflash::RowArray",
+    structs.SIZES: "cupyflash::Sizes",
+    structs.MAP: "cupyflash::TensorMap",
+    structs.ORDER: "cupyflash::Order",
+}
 
 
 @needs_nvrtc
-def test_struct_twins(launch):
-    nested = {
-        launch.ARRAY: "cupyflash::Array",
-        launch.ROW_ARRAY: "cupyflash::RowArray",
-        launch.SIZES: "cupyflash::Sizes",
-        launch.MAP: "cupyflash::TensorMap",
-        launch.ORDER: "cupyflash::Order",
-    }
+def test_struct_twins():
     twins = {
-        "Array": launch.ARRAY,
-        "RowArray": launch.ROW_ARRAY,
-        "Sizes": launch.SIZES,
-        "Order": launch.ORDER,
-        "ForwardParams": launch.FORWARD_PARAMS,
-        "BackwardParams": launch.BACKWARD_PARAMS,
-        "HopperForwardParams": launch.HOPPER_FORWARD_PARAMS,
+        "Array": structs.ARRAY,
+        "RowArray": structs.ROW_ARRAY,
+        "Sizes": structs.SIZES,
+        "Order": structs.ORDER,
+        "ForwardParams": structs.FORWARD_PARAMS,
+        "BackwardParams": structs.BACKWARD_PARAMS,
+        "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
     }
-    lines = [line for name, dtype in twins.items() for line in same_struct(name, dtype, nested)]
+    lines = [line for name, dtype in twins.items() for line in same_struct(name, dtype, NESTED)]
     for name, dtype, alignment in (
-        ("TensorMap", launch.MAP, 64),
+        ("TensorMap", structs.MAP, 64),
         ("HopperForwardParams", None, 64),
         ("Array", None, 8),
     ):
@@ -236,11 +233,11 @@ def test_struct_twins(launch):
         if dtype:
             lines.append(f"static_assert(sizeof(cupyflash::{name}) == {dtype.itemsize});")
     compile_twins(lines)
-    lines = same_struct("HopperBackwardParams", launch.HOPPER_BACKWARD_PARAMS, nested, derived=True)
-    lines.append(f"static_assert(cupyflash::kStatisticTile == {launch.STATISTIC_TILE});")
+    lines = same_struct("HopperBackwardParams", structs.HOPPER_BACKWARD_PARAMS, NESTED, derived=True)
+    lines.append(f"static_assert(cupyflash::kStatisticTile == {structs.STATISTIC_TILE});")
     compile_twins(lines, "sm90/backward_params.cuh")
-    for name in launch.BACKWARD_PARAMS.names:  # the kernels before and after take the first part as theirs
-        assert launch.HOPPER_BACKWARD_PARAMS.fields[name] == launch.BACKWARD_PARAMS.fields[name]
+    for name in structs.BACKWARD_PARAMS.names:  # the kernels before and after take the first part as theirs
+        assert structs.HOPPER_BACKWARD_PARAMS.fields[name] == structs.BACKWARD_PARAMS.fields[name]
 
 
 def moved(dtype, by):
@@ -251,14 +248,12 @@ def moved(dtype, by):
 
 
 @needs_nvrtc
-def test_a_wrong_twin_of_the_struct_of_hopper_is_seen(launch):
-    right = launch.HOPPER_FORWARD_PARAMS
-    nested = {launch.ARRAY: "cupyflash::Array", launch.ROW_ARRAY: "cupyflash::RowArray"}
-    nested |= {launch.SIZES: "cupyflash::Sizes", launch.MAP: "cupyflash::TensorMap", launch.ORDER: "cupyflash::Order"}
-    smaller = np.dtype({"names": ["q"], "formats": [launch.MAP], "offsets": [0], "itemsize": 576})
+def test_a_wrong_twin_of_the_struct_of_hopper_is_seen():
+    right = structs.HOPPER_FORWARD_PARAMS
+    smaller = np.dtype({"names": ["q"], "formats": [structs.MAP], "offsets": [0], "itemsize": 576})
     for wrong in (moved(right, 8), renamed(right, "q", "query"), smaller):
         with pytest.raises(RuntimeError, match="static assertion failed|has no member|more elements than"):
-            compile_twins(same_struct("HopperForwardParams", wrong, nested))
+            compile_twins(same_struct("HopperForwardParams", wrong, NESTED))
 
 
 def renamed(dtype, old, new):
@@ -284,9 +279,9 @@ def swapped(dtype, a, b):
     ],
     ids=["renamed", "swapped", "swapped types", "one less", "one more", "wrong type", "wrong size"],
 )
-def test_a_wrong_struct_twin_is_seen(launch, wrong):
+def test_a_wrong_struct_twin_is_seen(wrong):
     with pytest.raises(RuntimeError, match="static assertion failed"):
-        compile_twins(same_struct("Sizes", wrong(launch.SIZES), {}))
+        compile_twins(same_struct("Sizes", wrong(structs.SIZES), {}))
 
 
 SPECS = (

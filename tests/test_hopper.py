@@ -9,7 +9,7 @@ import pytest
 import tools
 
 import cupyflash
-from cupyflash import tensor_map
+from cupyflash import structs, tensor_map
 
 hopper = pytest.mark.skipif("sm90" not in tools.CUDA_PATHS, reason="needs a Hopper GPU")
 ADDRESS_WORD = 0
@@ -158,10 +158,9 @@ def test_a_map_is_patched_by_its_address(dtype):
 def paths_of_a_call(monkeypatch):
     """Makes a call on a path of choice; returns its results and the paths that its passes took."""
     launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
-    portable, hopper = ("FORWARD_PARAMS", "BACKWARD_PARAMS"), ("HOPPER_FORWARD_PARAMS", "HOPPER_BACKWARD_PARAMS")
-    structs = {getattr(launch, name).itemsize: "sm80" for name in portable}
-    structs |= {getattr(launch, name).itemsize: "sm90" for name in hopper}
-    assert len(structs) == 4
+    path_of = {struct.itemsize: "sm80" for struct in (structs.FORWARD_PARAMS, structs.BACKWARD_PARAMS)}
+    path_of |= {struct.itemsize: "sm90" for struct in (structs.HOPPER_FORWARD_PARAMS, structs.HOPPER_BACKWARD_PARAMS)}
+    assert len(path_of) == 4
 
     def run(path, q, k, v, dout=None, deterministic=False, **options):
         monkeypatch.setenv("CUPYFLASH_PATH", path)
@@ -171,7 +170,7 @@ def paths_of_a_call(monkeypatch):
         if dout is not None:
             options["deterministic"] = deterministic
             results |= cupyflash.attention_backward(dout, q, k, v, out, lse, **options)._asdict()
-        return results, [structs[plan.words.nbytes] for plan in launch._plans.values()]
+        return results, [path_of[plan.words.nbytes] for plan in launch._plans.values()]
 
     return run
 

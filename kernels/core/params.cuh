@@ -1,4 +1,4 @@
-// The one argument of each kernel; NumPy twins in cupyflash/launch.py. Strides count elements.
+// The one argument of each kernel; NumPy twins in cupyflash/structs.py. Strides count elements.
 //
 // Conventions: lse is the natural logarithm in float32, -inf for a row that sees no key (its out is 0).
 #pragma once

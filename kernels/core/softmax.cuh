@@ -21,7 +21,7 @@ struct OnlineSoftmax {
   }
 
   // scores -> exp2(scale_log2 * (scores - top)), added to sum. Where they exceed top it is raised first, and
-  // `rescale(factor)` is to bring out after it.
+  // `rescale(factor)` is to bring out after it: a call, so that the factors take no registers during the exponentials.
   template <int kCols, class Rescale>
   __device__ __forceinline__ void weigh(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2, Rescale rescale) {
     raise(scores, scale_log2, rescale);

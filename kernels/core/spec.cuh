@@ -60,7 +60,6 @@ struct HopperBackwardSpec {
   int groups;     // warpgroups that compute, 64 keys each
   int stages;     // tiles of q and dout in flight
   int key_slots;  // tiles of k and v in flight; 2: the products of one tile of keys go over into those of the next
-  bool early;     // the next scores are issued before dk is waited for
   bool deterministic;
   int access;  // of the stores of dk and dv
 

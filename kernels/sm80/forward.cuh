@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   constexpr int kOutRows = kSpec.block_q / kSpec.out_warps_q, kOutRowTiles = kOutRows / 16;
   constexpr int kOutCols = kSpec.head_dim_v * kSpec.out_warps_q / kSpec.warps;
   constexpr bool kPInRegisters = kSpec.p_in_registers();
+  static_assert(kPInRegisters || kSpec.stages == 1, "the copies go on during the products");
   using QTile = Tile<kSpec.block_q, kSpec.head_dim>;
   using KTile = Tile<kSpec.block_k, kSpec.head_dim>;
   using VTile = Tile<kSpec.block_k, kSpec.head_dim_v>;
@@ -157,15 +158,15 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
         for (int half = 0; half < 2; ++half) hand_over(t, half, grew ? factors[t][half] : 1.f);
       }
-      if constexpr (kSpec.stages == 1) wait_copies<0>();
+      wait_copies<0>();
       if (__syncthreads_or(grew)) scale_out();  // P is complete, v has landed, and every warp is done with k
       Matrix next_k = k;
-      if (tile == tiles.first) next_k.cols = 0;  // there is none
+      // There is none: zeros come instead, so that no branch parts the copies from the products among which they go.
+      if (tile == tiles.first) next_k.cols = 0;
       const auto load_keys = [&](int i, int n) {
-        if constexpr (kSpec.stages == 1)
-          load_part<kThreads, kAccess>(k_tile(0), next_k, (tile - 1) * kSpec.block_k, i, n);
+        load_part<kThreads, kAccess>(k_tile(0), next_k, (tile - 1) * kSpec.block_k, i, n);
       };
-      product<T, kSpec.block_k / 16>(out, Left(p_tile, out_row), Right(v_tile(stage), out_col), load_keys);
+      product<T, kSpec.block_k / 16>(out, Left(p_tile, out_row), Right(v_tile(0), out_col), load_keys);
     }
     if constexpr (kSpec.stages == 2) stage ^= 1;
   }

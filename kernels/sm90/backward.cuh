@@ -124,14 +124,17 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
 #pragma unroll
     for (int step = first; step < end; ++step) lse[step] = statistics(ahead)[8 * step];
   };
-  const auto add_dq = [&](uint32 part, int ahead) {
+  const auto add_dq = [&](uint32 to, int ahead) {
     if constexpr (kSpec.deterministic) tiles.adding().wait(ahead);
-    if (part != kNone) {
-      float* const target = p.dq_sum + int64(part) * (16 * kDqCols) + 4 * lane_index();
+    if (to != kNone) {
+      float* const target = p.dq_sum + int64(to) * (16 * kDqCols) + 4 * lane_index();
 #pragma unroll
       for (int j = 0; j < kDqCols / 8; ++j) reduce_add(target + 128 * j, dq.x[j]);
     }
-    if constexpr (kSpec.deterministic) __syncwarp(), tiles.adding().release(ahead);
+    if constexpr (kSpec.deterministic) {
+      __syncwarp();  // all lanes have added
+      tiles.adding().release(ahead);
+    }
   };
   const auto store_gradients = [&] {
     const KeyTile& tile = tiles.key_tile();
@@ -141,7 +144,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     store<T, kSpec.access>(dv, head_of(p.dv, tile.batch, tile.head, s.seqlen_k, s.head_dim_v), first_key);
     dk.clear(), dv.clear();
   };
-  const auto weigh = [&](int flags) {
+  const auto weigh = [&] {
     wgmma_wait<1>();  // S^T is there
     if constexpr (!kReadsAhead) read_lse(0, 0, kBlockQ / 16);
     if (flags >> group & 1) {
@@ -195,22 +198,24 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     while (true) {  // S^T and dP^T are being made
       const bool first = flags & Job::kFirst, last = flags & Job::kLast, goes_on = kSpec.key_slots > 1 && last;
       const bool keys_end = !first && flags_before & Job::kLast;
-      const uint32 target = part_before;
-      weigh(flags);
+      const uint32 part_to_add = part_before;  // read_job moves it on
+      weigh();
       if (last) tiles.values().release();
 #pragma unroll
       for (int step = 0; step < kBlockQ / 16; ++step)  // rows of keys
         store_matrix(
             block_row<kBlockK>(tiles.ds + tiles.ds_ring().slot() * Tiles::kDsBytes, 64 * group + warp_row(), step),
             ds_operand[step]);
-      if (!first) tiles.ds_ring().wait(-1);  // here, where it costs the other group no time
+      // dS of all groups, for dq; before the turn, not to hold it while waiting.
+      if (!first) tiles.ds_ring().wait(-1);
 
       turns.wait();
       issue_dv();
       // Of the tile before; where there is none, the product of whatever is there goes nowhere.
       issue_dq(-1, keys_end ? -1 : 0);
       issue_dk();
-      fence_async_shared();  // here, where it costs no time
+      // dS^T, before the products of others read it; behind our own, which hide its time.
+      fence_async_shared();
       __syncwarp();
       if (lane_index() == 0) barrier_arrive(tiles.ds_ring().full(tiles.ds_ring().slot()));
       wgmma_wait<1>();  // dv and dq are there
@@ -221,19 +226,15 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       tiles.queries().wait(1);
       read_job(1);
       if constexpr (kReadsAhead) read_lse(1, 0, kBlockQ / 32);
-      if constexpr (!kSpec.early) {
-        if (!first) add_dq(target, -1);
-        wgmma_wait<0>();  // dk is there
-      }
       if (goes_on) tiles.keys().wait(1);
       issue_scores(1, goes_on);
       turns.pass_on();
-      if (kSpec.early && !first) add_dq(target, -1);
+      if (!first) add_dq(part_to_add, -1);
       if (goes_on) {
         wgmma_wait<0>();
         store_gradients();
-      } else if constexpr (kSpec.early) {
-        wgmma_wait<1>();  // dk is there
+      } else {
+        wgmma_wait<1>();  // dk is there; the next scores are being made
       }
       tiles.queries().release();
       if constexpr (kReadsAhead) read_lse(1, kBlockQ / 32, kBlockQ / 16);

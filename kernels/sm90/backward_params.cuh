@@ -1,4 +1,4 @@
-// The argument of the backward kernels that the copy engine feeds; NumPy twin in cupyflash/launch.py.
+// The argument of the backward kernels that the copy engine feeds; NumPy twin in cupyflash/structs.py.
 #pragma once
 
 #include "core/params.cuh"

@@ -1,5 +1,5 @@
-// The copying side of sm90/backward.cuh: which tiles a block goes through, where they lie in shared memory, and the
-// warp that has them brought there.
+// The copying side of sm90/backward.cuh: which tiles a block goes through, where they lie in shared memory, the warp
+// that has them brought there, and the thread that keeps the order of a deterministic backward.
 #pragma once
 
 #include "core/spec.cuh"
@@ -11,7 +11,7 @@
 namespace cupyflash {
 
 // What is to be done with one tile of queries, as the copying warp says it.
-struct alignas(16) Job {  // the first four are read at once
+struct alignas(16) Job {  // flags, block and blocks are read together
   // Bit i: the mask hides some score of group i. Then: there is no tile before, whose dq is to be made; the last tile
   // of its keys; all is added before the next tile begins; no tile.
   static constexpr int kFirst = 128, kLast = 256, kDrains = 512, kEnd = 1024;

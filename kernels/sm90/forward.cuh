@@ -132,6 +132,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const auto query_of = [&](int row) { return first_query + (kSpec.packed ? row / s.group : row); };
 
   const auto issue_scores = [&] {  // q k^T
+    // same_in_warp: else q's descriptor is built in every lane's registers, and moved for each product.
     const RowOperand<64> q(same_in_warp(q_base + q_ring.slot(group) * kQSlot));
     const RowOperand<kBlockK> k(base + ring.slot() * kSlot);
     wgmma_fence();

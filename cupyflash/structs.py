@@ -1,0 +1,78 @@
+"""The parameter structs of the kernels: NumPy twins of those in ``kernels/core/params.cuh`` and, for Hopper's, of
+``kernels/sm90/forward.cuh`` and ``kernels/sm90/backward_params.cuh``. Strides count elements.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from . import tensor_map
+from .problem import Problem
+
+ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
+ROW_ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")], align=True)
+_COUNTS = "batch heads_q group seqlen_q seqlen_k head_dim head_dim_v low high section"
+SIZES = np.dtype([*((n, "i4") for n in _COUNTS.split()), ("scale", "f4"), ("scale_log2", "f4")], align=True)
+FORWARD_PARAMS = np.dtype(
+    [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY), ("sizes", SIZES)], align=True
+)
+BACKWARD_PARAMS = np.dtype(
+    [*((n, ARRAY) for n in ("q", "k", "v", "dout", "out", "dq", "dk", "dv"))]
+    + [*((n, ROW_ARRAY) for n in ("lse", "dlse", "delta"))]
+    + [("dq_sum", "u8"), ("turn", "u8"), ("sizes", SIZES)],
+    align=True,
+)
+
+ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "paired")])
+MAP = np.dtype(("u8", tensor_map.WORDS))
+HOPPER_FORWARD_PARAMS = np.dtype(
+    {
+        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries"],
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4"],
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644],
+        "itemsize": 704,
+    }
+)
+# The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
+_maps = -(-BACKWARD_PARAMS.itemsize // 64) * 64
+HOPPER_BACKWARD_PARAMS = np.dtype(
+    {
+        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries", "rotated"],
+        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER, "i4"],
+        "offsets": [
+            *(BACKWARD_PARAMS.fields[n][1] for n in BACKWARD_PARAMS.names),
+            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532, 552)),
+        ],
+        "itemsize": _maps + 576,
+    }
+)
+HOPPER_POINTERS = (*BACKWARD_PARAMS.names[:-1], "q_map", "k_map", "v_map", "dout_map")
+UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
+TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
+STATISTIC_TILE = 128  # kStatisticTile
+
+
+def steps(x) -> tuple[int, ...]:
+    """Strides in elements of the first three axes; that of an axis with one entry means nothing and becomes 0."""
+    return tuple(stride // x.itemsize if n > 1 else 0 for stride, n in zip(x.strides[:3], x.shape))
+
+
+def fill(params: np.ndarray, name: str, x) -> None:
+    """Write the strides of the array ``x``, unless it is None, into the field ``name``."""
+    if x is not None:
+        record = params[0][name]
+        for field, step in zip(record.dtype.names[1:], steps(x)):
+            record[field] = step
+
+
+def sizes(problem: Problem, section: int) -> tuple:
+    """The values of SIZES; ``section``: heads that run together, so that what they share stays in L2."""
+    low = -UNBOUNDED if problem.left is None else problem.diagonal - problem.left
+    high = UNBOUNDED if problem.right is None else problem.diagonal + problem.right
+    used = math.copysign(max(abs(problem.scale), TINY), problem.scale)
+    return (
+        problem.batch, problem.heads_q, problem.group, problem.seqlen_q, problem.seqlen_k, problem.head_dim,
+        problem.head_dim_v, low, high, section, problem.scale, used * math.log2(math.e),
+    )  # fmt: skip
