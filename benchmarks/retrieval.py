@@ -30,6 +30,7 @@ try:
 except ImportError:
     sys.exit("retrieval.py: PyTorch is missing; pip install torch")
 import torch.nn.functional as F
+from provenance import command
 from torch import nn
 from torch_attention import attention, standard_attention
 
@@ -184,7 +185,7 @@ def main(arguments=None):
         "device": torch.cuda.get_device_name() if gpu else "CPU, NumPy backend",
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": "python " + " ".join(sys.argv),
+        "command": command(),
         "items": options.items,
         "tokens": options.tokens,
     }

@@ -17,7 +17,6 @@ An entry is an implementation and a pass, "fa2.fwd"; "cupyflash.fwd" takes the d
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import random
@@ -39,6 +38,7 @@ try:
 except ImportError:
     sys.exit(f"{Path(sys.argv[0]).name}: PyTorch is missing; pip install torch")
 import torch.nn.functional as F
+from provenance import command, versions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TOKENS, WIDTH = 16384, 2048
@@ -46,10 +46,6 @@ ROUNDS, SECONDS = 5, 0.03  # of each entry; with two peers and two paths, 36 siz
 TOLERANCES = {"out": 2e-2, "lse": 1e-3, "dq": 2e-2, "dk": 2e-2, "dv": 2e-2}  # relative, against float32
 CHECKED = 16384  # queries; the scores of a head in float32 take 1 GB there
 PASSES = ("fwd", "bwd")
-PACKAGES = (
-    *("cupyflash", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
-    *("torch", "flash-attn-3", "flash-attn3-jax", "flash-attn-4"),
-)
 
 
 def synchronize(_):
@@ -318,17 +314,6 @@ def summarise(cells):
                 print(f"{entry} over {rival}: geometric mean {mean:.3f}, worst {ratio[worst]:.3f} ({worst})")
 
 
-def versions():
-    """Of the packages that are installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16"])
@@ -370,7 +355,7 @@ def main():
         "cudnn": torch.backends.cudnn.version(),
         "versions": versions(),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "commands": ["python " + " ".join(sys.argv)],
+        "commands": [command()],
         "dtype": "bfloat16",  # of the cells whose key names no other
         "ceilings": ceilings(),
         "missing": {},

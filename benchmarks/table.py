@@ -24,6 +24,7 @@ from pathlib import Path
 import side_by_side
 import torch
 import torch_attention
+from provenance import command, versions
 from side_by_side import TOKENS, Pair, ours, synchronize, to_cupy
 
 from cupyflash.roofline_report import check_plot
@@ -217,9 +218,9 @@ def main(arguments=None):
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
-        "versions": side_by_side.versions(),
+        "versions": versions(),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": "python " + " ".join(sys.argv),
+        "command": command(),
         "dtype": options.dtype,
         "missing": {},
         "cells": {},

@@ -28,6 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
 import numpy as np
+import provenance
 
 import cupyflash
 from cupyflash.roofline_report import check_plot
@@ -181,7 +182,7 @@ def measure(options):
     return {
         "gpu": run["gpu"],
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": "python " + " ".join(sys.argv),
+        "command": provenance.command(),
         "dtype": "float16",
         "heads": HEADS,
         "head_dim": HEAD_DIM,

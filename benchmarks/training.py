@@ -36,7 +36,7 @@ try:
 except ImportError:
     sys.exit("training.py: PyTorch is missing; pip install torch")
 import torch.nn.functional as F
-from side_by_side import versions
+from provenance import command, versions
 from table import OUT_OF_MEMORY, free, reason
 from torch import nn
 from torch_attention import attention, standard_attention
@@ -311,7 +311,7 @@ def main(arguments=None):
         "cudnn": torch.backends.cudnn.version(),
         "versions": versions(),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": "python " + " ".join(sys.argv),
+        "command": command(),
         "dtype": "bfloat16",
         "attention": options.attention,
         "tokens": options.tokens,
