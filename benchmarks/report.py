@@ -69,13 +69,38 @@ def caption(result):
     versions = result.get("versions") or {"torch": result["torch"]}
     used = ", ".join(f"{name} {version}" for name, version in versions.items())
     commands = ", ".join(f"`{command}`" for command in result.get("commands", []))
-    peers = ", ".join(PEERS.get(name, name) for name in peers_of(rates(result)))
+    rows = rates(result)
+    peers = {dtype: peers_of({key: row for key, row in rows.items() if key[0] == dtype}) for dtype, *_ in rows}
+    measured = "; ".join(f"in {dtype} {titles(names)}" for dtype, names in peers.items() if names)
     return (
         f"TFLOP/s of cupyflash on one {result['gpu']}, whose own bfloat16 matrix product reaches "
-        f"{result['ceilings']['bf16 matmul TFLOP/s']}; in parentheses the ratio to the best peer of the same run ("
-        f"{peers}). The columns are sequence lengths. Measured on {result.get('date', 'an unknown date')} with {used}, "
-        f"cuDNN {result['cudnn']}" + (f", by {commands}." if commands else ".")
+        f"{result['ceilings']['bf16 matmul TFLOP/s']}; in parentheses the ratio to the best peer of the same run"
+        + (f" ({measured}). " if measured else ". ")
+        + "".join(f"{PEERS.get(name, name)} was not measured at {where}. " for name, where in gaps(result))
+        + f"The columns are sequence lengths. Measured on {result.get('date', 'an unknown date')} with {used}, "
+        f"cuDNN {cudnn_version(result['cudnn'])}" + (f", by {commands}." if commands else ".")
     )
+
+
+def titles(names):
+    return ", ".join(PEERS.get(name, name) for name in names)
+
+
+def gaps(result):
+    """(implementation, where) for each head_dim that it failed at: all of its sizes, or some."""
+    known = {
+        (name, head_dim) for (*_, head_dim, _), row in rates(result).items() for rate in row.values() for name in rate
+    }
+    failed = {
+        (name, int(KEY.fullmatch(key)[1])): None for key, cell in result["cells"].items() for name in cell["failed"]
+    }
+    for name, head_dim in failed:
+        yield name, f"{'some sizes of ' if (name, head_dim) in known else ''}head_dim {head_dim}"
+
+
+def cudnn_version(number):
+    """91900 is 9.19.0."""
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
 def means(rows):
@@ -85,7 +110,7 @@ def means(rows):
         own = {key: row for key, row in rows.items() if key[:2] == (dtype, which)}
         known = peers_of(own)
         comparisons = (
-            ("cupyflash", f"the best of {', '.join(PEERS.get(name, name) for name in known)}", known),
+            ("cupyflash", f"the best of {titles(known)}", known),
             ("cupyflash-sm80", f"{PEERS['fa2']}, the portable kernels", ["fa2"]),
         )
         for ours, rivals, peers in comparisons:

@@ -387,6 +387,38 @@ def test_training_refuses(training, capsys):
         assert words in capsys.readouterr().err
 
 
+# --- report.py, provenance.py
+
+
+def test_caption():
+    import report
+
+    def cell(names, failed=()):
+        return {"tflops": {f"{name}.fwd": 100.0 for name in names}, "failed": dict.fromkeys(failed, "RuntimeError")}
+
+    cells = {
+        "d64 full S512": cell(["cupyflash", "cudnn", "fa3"]),
+        "d128 full S512": cell(["cupyflash", "cudnn", "fa3"]),
+        "d128 full S1024": cell(["cupyflash", "cudnn"], ["fa3"]),
+        "d256 full S512": cell(["cupyflash", "cudnn"], ["fa3"]),
+        "d64 full S512 float16": cell(["cupyflash", "fa2"]),
+    }
+    machine = {"gpu": "some GPU", "torch": "2.0", "cudnn": 91900, "ceilings": {"bf16 matmul TFLOP/s": 700}}
+    caption = report.caption({**machine, "dtype": "bfloat16", "cells": cells})
+    assert "(in bfloat16 cuDNN, FlashAttention-3; in float16 FlashAttention-2)" in caption
+    assert "FlashAttention-3 was not measured at some sizes of head_dim 128. " in caption
+    assert "FlashAttention-3 was not measured at head_dim 256. " in caption
+    assert "head_dim 64" not in caption and "cuDNN 9.19.0." in caption
+
+
+@pytest.mark.parametrize("output", [["--output", "/tmp/x.json"], ["--output=/tmp/x.json"], []])
+def test_command_without_its_output(monkeypatch, output):
+    import provenance
+
+    monkeypatch.setattr(sys, "argv", ["benchmarks/table.py", *output, "--rounds", "4"])
+    assert provenance.command() == "python benchmarks/table.py --rounds 4"
+
+
 # --- pictures.py
 
 
