@@ -19,18 +19,16 @@ scores to get them. One step with it is tried before. Without a GPU the same run
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from datetime import datetime, timezone
-from pathlib import Path
 
 try:
     import torch
 except ImportError:
     sys.exit("retrieval.py: PyTorch is missing; pip install torch")
+import output
 import torch.nn.functional as F
-from provenance import command
 from torch import nn
 from torch_attention import attention, standard_attention
 
@@ -163,9 +161,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--tests", type=int, default=8, help="sequences never seen")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-standard", action="store_true", help="do not try standard attention before")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help='draw the curve; needs the extra "plot"')
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    output.add_arguments(parser, __file__)
     options = parser.parse_args(arguments)
     check_plot(parser, options)
     if not SHORTEST <= options.items <= options.tokens <= KEYS:
@@ -185,7 +181,7 @@ def main(arguments=None):
         "device": torch.cuda.get_device_name() if gpu else "CPU, NumPy backend",
         "torch": torch.__version__,
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": command(),
+        "command": output.command(),
         "items": options.items,
         "tokens": options.tokens,
     }
@@ -207,20 +203,14 @@ def main(arguments=None):
         import cupy
 
         result["peak_bytes"] = torch.cuda.max_memory_allocated() + cupy.get_default_memory_pool().total_bytes()
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    if options.plot:
-        import pictures
-
-        pictures.save(pictures.retrieval(result), options.plot)
+    output.write(options, result)
     passed = result["accuracy"] > PASSED
-    if options.json:
-        print(json.dumps({**result, "passed": passed}))
-    else:
-        answers, last = options.tests * options.items, result["steps"][-1]
-        print(
-            f"{'passed' if passed else 'FAILED'}: {result['accuracy']:.3%} of {answers:,} answers right after "
-            f"{last['step']} steps, {last['seconds']:.0f} s"
-        )
+    answers, last = options.tests * options.items, result["steps"][-1]
+    text = (
+        f"{'passed' if passed else 'FAILED'}: {result['accuracy']:.3%} of {answers:,} answers right after "
+        f"{last['step']} steps, {last['seconds']:.0f} s"
+    )
+    output.show(options, {**result, "passed": passed}, "retrieval", text)
     return 0 if passed else 1
 
 

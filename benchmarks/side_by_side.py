@@ -38,7 +38,7 @@ try:
 except ImportError:
     sys.exit(f"{Path(sys.argv[0]).name}: PyTorch is missing; pip install torch")
 import torch.nn.functional as F
-from provenance import command, versions
+from output import command, versions, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 TOKENS, WIDTH = 16384, 2048
@@ -341,6 +341,14 @@ def has_all(cell, names):
     return names <= {entry.split(".")[0] for entry in cell["tflops"]} | set(cell["failed"])
 
 
+def resumed(result, kept):
+    """``result`` after an earlier one: its sizes, and the ceilings and versions of the run that measured them."""
+    own = {"cells": kept["cells"], "missing": kept["missing"], "ceilings": kept["ceilings"]}
+    own["versions"] = kept.get("versions", {}) | result["versions"]
+    own["commands"] = list(dict.fromkeys(kept.get("commands", []) + result["commands"]))
+    return result | own
+
+
 def main():
     options = parse_arguments()
     if not torch.cuda.is_available():
@@ -362,11 +370,7 @@ def main():
         "cells": {},
     }
     if options.keep and options.output.exists():
-        kept = json.loads(options.output.read_text())
-        result["cells"], result["missing"] = kept["cells"], kept["missing"]
-        result["versions"] = kept.get("versions", {}) | result["versions"]
-        result["ceilings"] = kept["ceilings"]  # of the run that measured the first sizes
-        result["commands"] = list(dict.fromkeys(kept.get("commands", []) + result["commands"]))
+        result = resumed(result, json.loads(options.output.read_text()))
     seqlens = [1024, 8192] if options.quick else options.seqlens
     sizes = list(product(options.dtypes, options.head_dims, (False, True), seqlens))
     for number, (dtype, head_dim, causal, seqlen) in enumerate(sizes, 1):
@@ -380,7 +384,7 @@ def main():
         progress = f"[{number}/{len(sizes)}, {time.perf_counter() - start:.0f} s]"
         print(progress, key, cell["tflops"], cell["ratio_to_best_peer"], cell["failed"] or "", flush=True)
         result["cells"][key] = cell
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        write(options, result)
     print("not installed:", result["missing"] or "none")
     summarise(result["cells"])
 

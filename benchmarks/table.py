@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from datetime import datetime, timezone
-from pathlib import Path
 
+import output
 import side_by_side
 import torch
 import torch_attention
-from provenance import command, versions
 from side_by_side import TOKENS, Pair, ours, synchronize, to_cupy
 
 from cupyflash.roofline_report import check_plot
@@ -198,9 +196,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--paths", nargs="+", default=["default", "sm80"], choices=["default", "sm80", "sm90"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=0.01, help="of one entry in one round")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help='needs the extra "plot"')
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    output.add_arguments(parser, __file__)
     options = parser.parse_args(arguments)
     check_plot(parser, options)
     return options
@@ -218,9 +214,9 @@ def main(arguments=None):
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
-        "versions": versions(),
+        "versions": output.versions(),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": command(),
+        "command": output.command(),
         "dtype": options.dtype,
         "missing": {},
         "cells": {},
@@ -239,12 +235,8 @@ def main(arguments=None):
         result["cells"][key] = cell
         progress = f"[{number}/{len(sizes)}, {time.perf_counter() - start:.0f} s]"
         print(progress, key, cell["failed"] or "", file=sys.stderr, flush=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-    if options.plot:
-        import pictures
-
-        pictures.save(pictures.time_and_memory(result), options.plot)
-    print(json.dumps(result) if options.json else table(result))
+        output.write(options, result)
+    output.show(options, result, "time_and_memory", table(result))
     return 0
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
 import numpy as np
-import provenance
+import output
 
 import cupyflash
 from cupyflash.roofline_report import check_plot
@@ -182,7 +182,7 @@ def measure(options):
     return {
         "gpu": run["gpu"],
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": provenance.command(),
+        "command": output.command(),
         "dtype": "float16",
         "heads": HEADS,
         "head_dim": HEAD_DIM,
@@ -213,9 +213,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--no-gpt2", action="store_false", dest="gpt2", help="leave out the size of the paper's table")
     parser.add_argument("--seconds", type=float, default=45, help="begin no size after so many")
     parser.add_argument("--ncu", metavar="PATH", help="of Nsight Compute's command line")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help='needs the extra "plot"')
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    output.add_arguments(parser, __file__)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # of the process under ncu
     parser.add_argument("--sizes", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -233,12 +231,8 @@ def main(arguments=None):
     except RuntimeError as error:
         print(f"traffic.py: {error}", file=sys.stderr)
         return 2
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
-    if options.plot:
-        import pictures
-
-        pictures.save(pictures.traffic(result), options.plot)
-    print(json.dumps(result) if options.json else table(result))
+    output.write(options, result)
+    output.show(options, result, "traffic", table(result))
     return 0
 
 

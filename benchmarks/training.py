@@ -23,20 +23,18 @@ allocates, and to it what CuPy's pool grows to, which holds what the backward ne
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import sys
 import time
 from datetime import datetime, timezone
-from pathlib import Path
 
 try:
     import torch
 except ImportError:
     sys.exit("training.py: PyTorch is missing; pip install torch")
+import output
 import torch.nn.functional as F
-from provenance import command, versions
 from table import OUT_OF_MEMORY, free, reason
 from torch import nn
 from torch_attention import attention, standard_attention
@@ -282,9 +280,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--rounds", type=count, default=5, metavar="N")
     parser.add_argument("--steps", type=count, default=4, metavar="N", help="timed in a round, after as many untimed")
     parser.add_argument("--cpu", action="store_true", help="no GPU, cupyflash on NumPy: for small sizes")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help='needs the extra "plot"')
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    output.add_arguments(parser, __file__)
     options = parser.parse_args(arguments)
     check_plot(parser, options)
     if options.width % options.heads:
@@ -309,9 +305,9 @@ def main(arguments=None):
         "gpu": "CPU, NumPy backend" if options.cpu else torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
-        "versions": versions(),
+        "versions": output.versions(),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": command(),
+        "command": output.command(),
         "dtype": "bfloat16",
         "attention": options.attention,
         "tokens": options.tokens,
@@ -326,12 +322,8 @@ def main(arguments=None):
         cell = result["cells"][f"S{seqlen}"] = measure_cell(options, seqlen, device)
         progress = f"[{number}/{len(options.seqlens)}, {time.perf_counter() - start:.0f} s]"
         print(progress, f"S{seqlen}", cell["tokens_per_second"], cell["failed"] or "", file=sys.stderr, flush=True)
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-    if options.plot:
-        import pictures
-
-        pictures.save(pictures.training(result), options.plot)
-    print(json.dumps(result) if options.json else f"{caption(result)}\n\n{table(result)}")
+        output.write(options, result)
+    output.show(options, result, "training", f"{caption(result)}\n\n{table(result)}")
     found = complaints(result)
     for complaint in found:
         print(f"training.py: {complaint}", file=sys.stderr)

@@ -387,7 +387,7 @@ def test_training_refuses(training, capsys):
         assert words in capsys.readouterr().err
 
 
-# --- report.py, provenance.py
+# --- report.py, output.py
 
 
 def test_caption():
@@ -411,12 +411,42 @@ def test_caption():
     assert "head_dim 64" not in caption and "cuDNN 9.19.0." in caption
 
 
-@pytest.mark.parametrize("output", [["--output", "/tmp/x.json"], ["--output=/tmp/x.json"], []])
-def test_command_without_its_output(monkeypatch, output):
-    import provenance
+@pytest.mark.parametrize("words", [["--output", "/tmp/x.json"], ["--output=/tmp/x.json"], []])
+def test_command_without_its_output(monkeypatch, words):
+    import output
 
-    monkeypatch.setattr(sys, "argv", ["benchmarks/table.py", *output, "--rounds", "4"])
-    assert provenance.command() == "python benchmarks/table.py --rounds 4"
+    monkeypatch.setattr(sys, "argv", ["benchmarks/table.py", *words, "--rounds", "4"])
+    assert output.command() == "python benchmarks/table.py --rounds 4"
+
+
+# --- side_by_side.py
+
+
+@pytest.fixture
+def side_by_side(monkeypatch):
+    pytest.importorskip("torch")
+    import side_by_side
+
+    monkeypatch.setattr(side_by_side.torch.cuda, "synchronize", lambda: None)
+    return side_by_side
+
+
+def test_every_round_has_an_order_of_its_own(side_by_side):
+    made = []
+    calls = {name: (lambda name=name: made.append(name), lambda _: None) for name in "abcdef"}
+    seconds = side_by_side.median_seconds(calls, rounds=4, seconds=0, least=1)
+    assert set(seconds) == set(calls) and all(s >= 0 for s in seconds.values())
+    rounds = np.reshape(made[-4 * 2 * len(calls) :], (4, len(calls), 2))  # each is called untimed, then timed
+    assert (rounds[..., 0] == rounds[..., 1]).all() and all(sorted(one) == sorted(calls) for one in rounds[..., 0])
+    assert len({"".join(one) for one in rounds[..., 0]}) == 4
+
+
+def test_a_result_that_goes_on(side_by_side):
+    first = {"cells": {"a": 1}, "missing": {}, "ceilings": 5, "versions": {"x": 1, "y": 1}, "commands": ["one"]}
+    second = {"cells": {}, "missing": {"m": 1}, "ceilings": 6, "versions": {"x": 2}, "commands": ["two"], "date": "d"}
+    expected = first | {"versions": {"x": 2, "y": 1}, "commands": ["one", "two"], "date": "d"}
+    assert side_by_side.resumed(second, first) == expected
+    assert side_by_side.resumed(second, expected)["commands"] == ["one", "two"]
 
 
 # --- pictures.py
