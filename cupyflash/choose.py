@@ -67,8 +67,8 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 # full then causal:
 #    64: 1.07 1.16, 1.18 1.15    96: 1.12 1.31, 1.12 1.39   128: 1.06 1.11, 1.16 1.24
 #   192: 1.19 1.27, 1.20 1.34   256: 1.14 1.19, 1.20 1.36
-# What binds, at 8192 (ncu): 256: tensor cores, busy 93 % of the cycles; 128: they, 80 %, and the power, which leaves
-# 1.6 GHz of 2; 64: nothing alone, tensor cores and exponentials are both busy 59 %: each warpgroup takes its products,
+# What binds, at 8192 (ncu): the power (700 W), which leaves 1.55 to 1.75 GHz of 1.98. 256: tensor cores busy 93 % of
+# the cycles; 128: 80 %; 64: tensor cores and exponentials both 59 %, nothing alone: each warpgroup takes its products,
 # its maximum and its exponentials one after the other. There 7 % fewer instructions changed no cycle.
 # Tried at 64, 128 and 256; a figure is the ratio to cuDNN at that length, or what changed:
 #   out stored by the consumers, Q loaded late   0.98, 0.97, 0.92 at 512 full, 0.85, 0.93, 0.99 causal: loads, products
@@ -86,8 +86,17 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 #   176 keys at 128; 80 or 96 at 256             5 to 10 % less
 #   the maximum of half a tile among the          64: 2 % less; 128: 4 % less at 512, 1 % more at 4096; 256: equal
 #   exponentials of the other half
+#   a quarter of the exponentials of 64 by a     8 to 10 % less: it is the power that binds, not the unit
+#   polynomial of the fourth degree
+#   Q in registers, at 128                       1 to 3 % less
+#   the exponentials held before the wait for    64: 1 to 4 % less, 128: 5 to 8 %; eighths to halves of them: 1 to 6 %;
+#   P V, behind which the compiler moves them    none, the wait first: 64: 2 % less, 128: 10 %
+#   descriptors made before the turn             1 % less
+#   80, 96, 192 keys at 64; 64 or 96 keys or     5 to 25 % less
+#   three groups at 128; 5 slots, 2 of Q at 128
+#   causal, all heads by length                  512 and 1024: 10 % less, 2048: 0 to 9 % less: K and V come from memory
 HOPPER_FORWARD = {
-    64: ((128, 1, 1, 3, 6, 4), (128, 1, 1, 3, 6, 4), (64, 1, 2, 2, 4, 4), (128, 1, 1, 3, 6, 4)),
+    64: ((128, 1, 1, 3, 6, 6), (128, 1, 1, 3, 6, 6), (64, 1, 2, 2, 4, 4), (128, 1, 1, 3, 6, 6)),
     96: ((96, 1, 1, 3, 6, 4),) * 4,
     128: ((128, 2, 1, 2, 4, 4), (128, 1, 1, 2, 4, 4), (128, 1, 1, 2, 4, 4), (128, 1, 1, 2, 4, 4)),
     192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
@@ -115,6 +124,11 @@ BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 #   they are needed, not a tile ahead            is on its way to dq, 100 to 250 cycles
 #   dS^T made visible between dv and dq          3 % less at 128, 4 % less at 64: the fence waits while others wait
 #   4 tiles of q at 128, 3 at 64                 2 to 5 % less, equal
+#   dq added by the copy engine, every warp its  2 to 3 % less at 128
+#   own 4 KB
+#   all heads by length where causal             64: 25 % less at 1024 and 4096, equal at 16384; 128: 25, 9, -2 %
+#   P rounded in the turn                        1 % less at 128
+#   not split at 512                             128: equal full, 10 % less causal
 #   deterministic: every warp waits for its turn costs 25 % at 64, 31 % at 128, where a thread of its own costs what
 #   and tells by itself, behind a fence          stands above; split, 26 %
 # Tried before that, in TFLOP/s at lengths 512 / 4096 / 16384, full mask, where cuDNN had 246 / 379 / 440 at 64 and
@@ -233,6 +247,16 @@ def _packing_pays(problem: Problem, groups: int) -> bool:
         return False
     packed, single = (-(-problem.seqlen_q // n) for n in (groups * (64 // problem.group), groups * 64))
     return 1.1 * packed < single * problem.group
+
+
+def by_length(problem: Problem, rows: int, places: int) -> bool:
+    """Whether the tiles of all heads go to the blocks in the order of their length, and not in pairs of equal work.
+
+    All blocks end together then, but K and V of all heads are read in every round: only where so many of the `places`
+    work on one head that the memory keeps up. `rows` are those of a tile.
+    """
+    causal = problem.right is not None and problem.left is None
+    return causal and rows * places >= 384 * problem.batch * problem.heads_k
 
 
 @functools.lru_cache(maxsize=1024)

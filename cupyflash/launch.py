@@ -31,6 +31,7 @@ from .structs import (
 )
 
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
+L2_SHARE_SUMMED = 4 << 20  # the same for Hopper's main backward: 1 % faster than with 24
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}
@@ -242,9 +243,10 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
         params[name] = words
     heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
     clusters = _attribute(device, "MultiProcessorCount") // spec.cluster
-    params["order"], runs = _order(problem, heads, tiles, clusters * spec.teams)
+    by_length = choose.by_length(problem, spec.block_q, clusters * spec.teams)
+    params["order"], runs = _order(problem, heads, tiles, MAX_BLOCKS if by_length else clusters * spec.teams)
     params["queries"] = queries
-    params["sizes"] = _forward_sizes(problem, group)
+    params["sizes"] = sizes(problem, problem.batch * heads) if by_length else _forward_sizes(problem, group)
     fill(params, "out", out)
     fill(params, "lse", lse)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
@@ -290,9 +292,9 @@ def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, lse, d
     return Plan.of(launches, params, BACKWARD_PARAMS.names[:-1], workspace)
 
 
-def _backward_section(problem: Problem) -> int:
+def _backward_section(problem: Problem, share: int = L2_SHARE) -> int:
     query_bytes = problem.group * problem.seqlen_q * (6 * problem.head_dim + 2 * problem.head_dim_v)
-    return min(problem.batch * problem.heads_k, max(1, L2_SHARE // query_bytes))
+    return min(problem.batch * problem.heads_k, max(1, share // query_bytes))
 
 
 def _dq_sum_size(problem: Problem, spec) -> int:
@@ -338,7 +340,7 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dls
     cooperative = deterministic and rotated  # the blocks of a head wait for each other: whole heads at a time
     if cooperative:
         most = most // tiles * tiles
-    params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem))
+    params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem, L2_SHARE_SUMMED))
     _fill_backward(params, problem, arrays, lse, dlse)
     launches = (
         _launch_before(problem, before),

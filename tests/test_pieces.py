@@ -405,7 +405,7 @@ def test_work_of_many_blocks():
 def test_works_of_persistent_blocks(blocks, paired, descending):
     """Every tile once. The tiles i and n - 1 - i follow each other, the longer first, if a run is a pair."""
     launch = tools.Backend("cuda", "float16").module
-    for tiles, batch, heads, section in ((1, 1, 1, 1), (2, 3, 1, 2), (5, 2, 3, 4), (8, 1, 7, 7)):
+    for tiles, batch, heads, section in ((1, 1, 1, 1), (2, 3, 1, 2), (5, 2, 3, 4), (5, 2, 3, 6), (8, 1, 7, 7)):
         runs = -(-tiles // 2) if paired else tiles
         order = np.array([(heads, tiles, runs, batch * heads * runs, paired)], launch.ORDER)
         sizes = np.zeros(1, launch.SIZES)
@@ -415,6 +415,11 @@ def test_works_of_persistent_blocks(blocks, paired, descending):
         lists = [own[own[:, 2] >= 0].tolist() for own in out.get()]
         found = sorted(tuple(work) for own in lists for work in own)
         assert found == [(b, h, t) for b in range(batch) for h in range(heads) for t in range(tiles)]
+        if section >= batch * heads and not paired:  # the tiles in one row, dealt back and forth
+            for block, own in enumerate(lists):
+                order = [(tiles - 1 - t if descending else t) * batch * heads + b * heads + h for b, h, t in own]
+                dealt = [r * blocks + (blocks - 1 - block if r % 2 else block) for r in range(len(order))]
+                assert order == dealt
         for own in lists:
             for (b, h, tile), (c, g, after) in zip(own, own[1:]):
                 if paired and (tile > tiles - 1 - tile if descending else tile < tiles - 1 - tile):

@@ -19,7 +19,8 @@ __device__ inline Work find_work(uint32 index, int tiles, int batch, int heads, 
   return {int(descending ? tiles - 1 - tile : tile), int(pair / heads), int(pair % heads)};
 }
 
-// The tiles that one persistent block computes, one after the other: those of every step-th run.
+// The tiles that one persistent block computes, one after the other: those of one run of every `step`. They are dealt
+// back and forth, so that who gets the longest run of a round gets the shortest of the next.
 struct Works {
   const Order& order;
   const Sizes& sizes;
@@ -38,7 +39,7 @@ struct Works {
     if (work.tile != partner) {
       work.tile = partner;
     } else {
-      jump(run + step);
+      jump(2 * (run / step + 1) * step - 1 - run);
     }
   }
   __device__ __forceinline__ void jump(uint32 to) {
