@@ -24,14 +24,14 @@ __device__ inline Work find_work(uint32 index, int tiles, int batch, int heads, 
 struct Works {
   const Order& order;
   const Sizes& sizes;
-  uint32 run, step;
+  uint32 run, step, stride;  // stride: to the next run
   bool descending;  // the last tiles of a head are the longest
   Work work;
   int partner;  // the tile that ends the run
 
   __device__ __forceinline__ Works(const Order& order, const Sizes& sizes, uint32 first, uint32 step,
                                    bool descending = true)
-      : order(order), sizes(sizes), run(first), step(step), descending(descending) {
+      : order(order), sizes(sizes), run(first), step(step), stride(2 * (step - first) - 1), descending(descending) {
     find();
   }
   __device__ __forceinline__ bool left() const { return run < uint32(order.all_runs); }
@@ -39,7 +39,8 @@ struct Works {
     if (work.tile != partner) {
       work.tile = partner;
     } else {
-      jump(2 * (run / step + 1) * step - 1 - run);
+      jump(run + stride);
+      stride = 2 * step - stride;
     }
   }
   __device__ __forceinline__ void jump(uint32 to) {

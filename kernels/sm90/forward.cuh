@@ -201,8 +201,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     for (; steps > 0; --steps, first = false) turns.wait(), turns.pass_on(), skip(first ? 1 : 2);
   };
 #pragma unroll 1
-  for (; works.left(); works.next()) {
-    const Work& work = works.work;
+  while (works.left()) {
+    const Work work = works.work;
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
     seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
@@ -244,14 +244,15 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       if (after > 0) turns.wait(), turns.pass_on(), skip(1);
       ring.wait();
       issue_out(0);
+      works.next();  // its divisions while the last product is being made
       wgmma_wait<0>();
       ring.release();
       ring.advance();
       sit_out(after - 1, false);
       if (after > 0) skip(1);
-    } else if (tiles.last >= tiles.first) {
-      sit_out(tiles.last - tiles.first + 1, true);
-      skip(1);
+    } else {
+      works.next();
+      if (tiles.last >= tiles.first) sit_out(tiles.last - tiles.first + 1, true), skip(1);
     }
     finish(work);
   }
