@@ -94,7 +94,9 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 #   descriptors made before the turn             1 % less
 #   80, 96, 192 keys at 64; 64 or 96 keys or     5 to 25 % less
 #   three groups at 128; 5 slots, 2 of Q at 128
-#   causal, all heads by length                  512 and 1024: 10 % less, 2048: 0 to 9 % less: K and V come from memory
+#   causal tiles of all heads by length, dealt   all blocks end together, but every round reads K and V from memory: in
+#   back and forth                               samples of 10 ms 2 to 7 % more from 8192 on, 10 % less at 512; at the
+#                                                power limit, in samples of 30 ms, 3 to 9 % less at every length
 HOPPER_FORWARD = {
     64: ((128, 1, 1, 3, 6, 6), (128, 1, 1, 3, 6, 6), (64, 1, 2, 2, 4, 4), (128, 1, 1, 3, 6, 6)),
     96: ((96, 1, 1, 3, 6, 4),) * 4,
@@ -126,7 +128,7 @@ BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 #   4 tiles of q at 128, 3 at 64                 2 to 5 % less, equal
 #   dq added by the copy engine, every warp its  2 to 3 % less at 128
 #   own 4 KB
-#   all heads by length where causal             64: 25 % less at 1024 and 4096, equal at 16384; 128: 25, 9, -2 %
+#   causal tiles of all heads by length          64: 25 % less at 1024 and 4096, equal at 16384; 128: 25, 9, -2 %
 #   P rounded in the turn                        1 % less at 128
 #   not split at 512                             128: equal full, 10 % less causal
 #   deterministic: every warp waits for its turn costs 25 % at 64, 31 % at 128, where a thread of its own costs what
@@ -247,16 +249,6 @@ def _packing_pays(problem: Problem, groups: int) -> bool:
         return False
     packed, single = (-(-problem.seqlen_q // n) for n in (groups * (64 // problem.group), groups * 64))
     return 1.1 * packed < single * problem.group
-
-
-def by_length(problem: Problem, rows: int, places: int) -> bool:
-    """Whether the tiles of all heads go to the blocks in the order of their length, and not in pairs of equal work.
-
-    All blocks end together then, but K and V of all heads are read in every round: only where so many of the `places`
-    work on one head that the memory keeps up. `rows` are those of a tile.
-    """
-    causal = problem.right is not None and problem.left is None
-    return causal and rows * places >= 384 * problem.batch * problem.heads_k
 
 
 @functools.lru_cache(maxsize=1024)

@@ -243,10 +243,9 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
         params[name] = words
     heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
     clusters = _attribute(device, "MultiProcessorCount") // spec.cluster
-    by_length = choose.by_length(problem, spec.block_q, clusters * spec.teams)
-    params["order"], runs = _order(problem, heads, tiles, MAX_BLOCKS if by_length else clusters * spec.teams)
+    params["order"], runs = _order(problem, heads, tiles, clusters * spec.teams)
     params["queries"] = queries
-    params["sizes"] = sizes(problem, problem.batch * heads) if by_length else _forward_sizes(problem, group)
+    params["sizes"] = _forward_sizes(problem, group)
     fill(params, "out", out)
     fill(params, "lse", lse)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)

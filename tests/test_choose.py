@@ -207,22 +207,6 @@ def test_order(banded, tiles, places, runs, paired):
         launch._order(one, 1 << 20, 1 << 11, 1 << 30)
 
 
-@pytest.mark.parametrize(
-    "left, right, batch, heads, by_length",
-    [
-        (None, 0, 1, 44, True),  # three blocks share K and V of a head
-        (None, 0, 1, 45, False),
-        (None, 0, 4, 11, True),
-        (None, 3, 1, 44, True),  # a bound on the right alone: rows of very different length
-        (None, None, 1, 1, False),
-        (64, 0, 1, 1, False),  # a window: rows of one length
-    ],
-)
-def test_causal_tiles_by_length(left, right, batch, heads, by_length):
-    one = replace(problem(128), batch=batch, heads_q=2 * heads, heads_k=heads, left=left, right=right)
-    assert choose.by_length(one, 128, 132) is by_length
-
-
 def test_hopper_backward():
     dims = (*range(1, 129, 7), 64, 65, 128)
     for d, dv, deterministic in product(dims, dims, (False, True)):

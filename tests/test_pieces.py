@@ -404,11 +404,11 @@ def test_work_of_many_blocks():
 @pytest.mark.parametrize("blocks", [1, 2, 5, 64])
 def test_works_of_persistent_blocks(blocks, paired, descending):
     """Every tile once. The tiles i and n - 1 - i follow each other, the longer first, if a run is a pair."""
-    launch = tools.Backend("cuda", "float16").module
+    structs = pytest.importorskip("cupyflash.structs", reason="needs CuPy")
     for tiles, batch, heads, section in ((1, 1, 1, 1), (2, 3, 1, 2), (5, 2, 3, 4), (5, 2, 3, 6), (8, 1, 7, 7)):
         runs = -(-tiles // 2) if paired else tiles
-        order = np.array([(heads, tiles, runs, batch * heads * runs, paired)], launch.ORDER)
-        sizes = np.zeros(1, launch.SIZES)
+        order = np.array([(heads, tiles, runs, batch * heads * runs, paired)], structs.ORDER)
+        sizes = np.zeros(1, structs.SIZES)
         sizes["batch"], sizes["heads_q"], sizes["section"] = batch, heads, section
         out = to_gpu(np.full((blocks, batch * heads * tiles, 3), -1, np.int32))
         WORK.run(f"walk<{str(descending).lower()}>", blocks, 1, struct(order), struct(sizes), out)
