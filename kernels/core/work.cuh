@@ -25,7 +25,7 @@ struct Works {
   const Order& order;
   const Sizes& sizes;
   uint32 run, step, stride;  // stride: to the next run
-  bool descending;  // the last tiles of a head are the longest
+  bool descending;           // the last tiles of a head are the longest
   Work work;
   int partner;  // the tile that ends the run
 
