@@ -55,9 +55,7 @@ struct Turns {
   // The same, after `words` and the descriptor have been computed: the number of the barrier is made of them, of bits
   // that are 0 as the compiler does not know.
   __device__ __forceinline__ void wait_after(uint32 words, uint64 descriptor) const {
-    uint32 zero;
-    asm volatile("shr.u32 %0, %1, 30;" : "=r"(zero) : "r"(uint32(descriptor)));
-    named_sync(first + group + (words & zero), kMeeting);
+    named_sync(first + group + (words & upper_bits(uint32(descriptor))), kMeeting);
   }
   __device__ __forceinline__ void pass_on() const { named_arrive(first + (group + 1) % kGroups, kMeeting); }
   __device__ __forceinline__ void close() const {
