@@ -70,7 +70,7 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 # What binds, at 8192 (ncu): the power (700 W), which leaves 1.55 to 1.75 GHz of 1.98. 256: tensor cores busy 93 % of
 # the cycles; 128: 80 %; 64: tensor cores and exponentials both 59 %, nothing alone: each warpgroup takes its products,
 # its maximum and its exponentials one after the other. There 7 % fewer instructions changed no cycle.
-# Tried at 64, 128 and 256; a figure is the ratio to cuDNN at that length, or what changed:
+# Tried at 64, 128 and 256; a figure is the ratio to cuDNN at that length, or what changed, in samples of 10 ms:
 #   out stored by the consumers, Q loaded late   0.98, 0.97, 0.92 at 512 full, 0.85, 0.93, 0.99 causal: loads, products
 #                                                and stores of a tile followed each other
 #   Q and out in slots of all groups together    256: 0.94 at 512
@@ -95,8 +95,9 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 #   80, 96, 192 keys at 64; 64 or 96 keys or     5 to 25 % less
 #   three groups at 128; 5 slots, 2 of Q at 128
 #   causal tiles of all heads by length, dealt   all blocks end together, but every round reads K and V from memory: in
-#   back and forth                               samples of 10 ms 2 to 7 % more from 8192 on, 10 % less at 512; at the
-#                                                power limit, in samples of 30 ms, 3 to 9 % less at every length
+#   back and forth                               samples of 10 ms 2 to 7 % more from 8192 on, 10 % less at 512. In those
+#                                                of side_by_side.py, 30 ms, beside FlashAttention-4 and on another GPU:
+#                                                equal to 9 % less from 4096 on, where full masks had 2 % less unchanged
 HOPPER_FORWARD = {
     64: ((128, 1, 1, 3, 6, 6), (128, 1, 1, 3, 6, 6), (64, 1, 2, 2, 4, 4), (128, 1, 1, 3, 6, 6)),
     96: ((96, 1, 1, 3, 6, 4),) * 4,

@@ -417,9 +417,8 @@ def test_works_of_persistent_blocks(blocks, paired, descending):
         assert found == [(b, h, t) for b in range(batch) for h in range(heads) for t in range(tiles)]
         if section >= batch * heads and not paired:  # the tiles in one row, dealt back and forth
             for block, own in enumerate(lists):
-                order = [(tiles - 1 - t if descending else t) * batch * heads + b * heads + h for b, h, t in own]
-                dealt = [r * blocks + (blocks - 1 - block if r % 2 else block) for r in range(len(order))]
-                assert order == dealt
+                places = [(tiles - 1 - t if descending else t) * batch * heads + b * heads + h for b, h, t in own]
+                assert places == [r * blocks + (blocks - 1 - block if r % 2 else block) for r in range(len(own))]
         for own in lists:
             for (b, h, tile), (c, g, after) in zip(own, own[1:]):
                 if paired and (tile > tiles - 1 - tile if descending else tile < tiles - 1 - tile):

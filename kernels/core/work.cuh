@@ -19,8 +19,8 @@ __device__ inline Work find_work(uint32 index, int tiles, int batch, int heads, 
   return {int(descending ? tiles - 1 - tile : tile), int(pair / heads), int(pair % heads)};
 }
 
-// The tiles that one persistent block computes, one after the other: those of one run of every `step`. They are dealt
-// back and forth, so that who gets the longest run of a round gets the shortest of the next.
+// The tiles that one persistent block computes, one after the other: those of one run of every `step`, dealt back and
+// forth. That evens out what pairs leave, the middle one of an odd number of tiles; and the straight walk spills.
 struct Works {
   const Order& order;
   const Sizes& sizes;

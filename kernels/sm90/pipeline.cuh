@@ -52,8 +52,8 @@ struct Turns {
     if (group == kGroups - 1) named_arrive(first, kMeeting);
   }
   __device__ __forceinline__ void wait() const { named_sync(first + group, kMeeting); }
-  // The same, after `words` and the descriptor have been computed: the number of the barrier is made of them, of bits
-  // that are 0 as the compiler does not know.
+  // The same, after `words` and the descriptor have been computed: they go into the number of the barrier, where they
+  // add 0. The upper two bits of a descriptor's lower word are 0, which the compiler does not know.
   __device__ __forceinline__ void wait_after(uint32 words, uint64 descriptor) const {
     named_sync(first + group + (words & upper_bits(uint32(descriptor))), kMeeting);
   }
