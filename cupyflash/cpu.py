@@ -185,7 +185,8 @@ class _Stack:
         masked = tile.start < low or tile.stop > high
         if masked or problem.alibi:
             by_head = logits.reshape(*logits.shape[:-1], -1, rows.stop - rows.start)
-            ahead = np.arange(tile.start, tile.stop)[:, None] - np.arange(rows.start, rows.stop) - problem.diagonal
+            diagonal = np.arange(rows.start, rows.stop, dtype=np.int32) + problem.diagonal
+            ahead = np.arange(tile.start, tile.stop, dtype=np.int32)[:, None] - diagonal
         if problem.alibi:
             by_head -= self._slopes() * np.abs(ahead).astype(self.dtype)[:, None, :]
         if masked:
