@@ -13,7 +13,9 @@ _MAX_PLANS = 4096
 _plans: dict = {}  # signature of a call -> _Plan
 
 
-def attention(q, k, v, /, *, causal=False, window=None, scale=None, out=None, return_lse=False):
+def attention(
+    q, k, v, /, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None, out=None, return_lse=False
+):
     """Exact attention: ``softmax(scale * q @ k.T) @ v`` for each batch and head.
 
     The logits are never stored: keys are read tile by tile and each query keeps a running maximum and sum
@@ -41,6 +43,14 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, out=None, re
         ``right`` is 0.
     scale : float, default ``head_dim ** -0.5``
         Factor of the logits, at most 1e38 in magnitude; it may be 0 or negative.
+    softcap : float, optional
+        Bound of the logits: ``softcap * tanh(logit / softcap)`` takes the place of each scaled logit. From
+        1e-30 to 1e30; ``None`` switches it off.
+    alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
+        ALiBi [4]_: a logit loses ``slope`` times the distance of its key from the diagonal, that of
+        ``window``: ``slope * abs(i + seqlen_k - seqlen_q - j)``, or ``slope * abs(i - j)`` with
+        ``causal="upper_left"``. Of the dtype of ``lse``; slopes may be 0 or negative. Only (heads_q,) where
+        ``batch`` is left out.
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v), optional
         Where to write the result, with the dtype of ``q``, or float32 when that is float16 or bfloat16
         (partial results to be merged by `merge_attention` then lose nothing). It must share no memory with
@@ -101,6 +111,10 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, out=None, re
 
     A query that sees no key has ``out = 0`` and ``lse = -inf``, and so have all queries without any key.
 
+    *Order.* First the scale, then ``softcap``, then ALiBi, then the masks. With s the scaled product of query
+    i and key j, ``lse`` is that of the logits ``softcap * tanh(s / softcap) - slope * abs(i + diagonal - j)``,
+    -inf where the key is hidden.
+
     *NaN and infinity.* NaN in a query makes its own row NaN and no other. Work is done in tiles of
     neighbouring queries and keys, and tiles in which no query sees a key are skipped: NaN or infinity in
     their keys and values never reaches the result. From a tile that is computed, it may also reach queries
@@ -129,6 +143,8 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, out=None, re
        arXiv:2205.14135.
     .. [3] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
        arXiv:2307.08691.
+    .. [4] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases Enables Input
+       Length Extrapolation", arXiv:2108.12409.
 
     Examples
     --------
@@ -144,11 +160,13 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, out=None, re
     >>> np.exp(lse).round(3)
     array([[[1., 2., 3.]]], dtype=float32)
     """
-    options = checks.options(causal, window, scale)
+    options = checks.options(causal, window, scale, softcap)
     checks.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v}
     if out is not None:
         arrays["out"] = out
+    if alibi_slopes is not None:
+        arrays["alibi_slopes"] = alibi_slopes
     home = interop.home(arrays)
     with home.scope():
         views = home.views(arrays)
@@ -157,6 +175,7 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, out=None, re
             out, views["out"] = home.empty(*plan.results["out"])
         else:
             checks.result_memory(home, **views)
+        slopes = _slopes(home, plan, views)
         lse = views["lse"] = None
         if return_lse:
             lse, views["lse"] = home.empty(*plan.results["lse"])
@@ -165,14 +184,28 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, out=None, re
         else:
             out_view = views["out"]
             _gather(home, plan, views)
-            home.backend.forward(plan.problem, *_batched(plan, views))
+            home.backend.forward(plan.problem, *_batched(plan, views), slopes)
             if views["out"] is not out_view:
                 out_view[...] = views["out"]
         return (home.give(out), home.give(lse)) if return_lse else home.give(out)
 
 
 def attention_backward(
-    dout, q, k, v, out, lse, /, *, dlse=None, causal=False, window=None, scale=None, deterministic=False
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    /,
+    *,
+    dlse=None,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    deterministic=False,
 ):
     """Gradients of `attention` with respect to ``q``, ``k`` and ``v``.
 
@@ -183,7 +216,9 @@ def attention_backward(
     * ``ds = p * (dout @ v.T - sum(dout * out, axis=-1) + dlse)``
     * ``dq = scale * ds @ k`` and ``dk = scale * ds.T @ q``
 
-    where ``dk`` and ``dv`` are summed over the query heads that share a key head, in float32.
+    where ``dk`` and ``dv`` are summed over the query heads that share a key head, in float32. With options,
+    ``p = exp(logits - lse)`` of the logits of `attention`, and ``softcap`` multiplies ``ds`` by the derivative
+    ``1 - tanh(scale * q @ k.T / softcap)**2``.
 
     Parameters
     ----------
@@ -197,8 +232,8 @@ def attention_backward(
         As `attention` returned it with ``return_lse=True``.
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of ``lse``, with the dtype of ``lse``; 0 when left out.
-    causal, window, scale
-        As given to `attention`.
+    causal, window, scale, softcap, alibi_slopes
+        As given to `attention`. No gradient of ``alibi_slopes`` is computed.
     deterministic : bool, default False
         Add everything in a fixed order, so that the same call always gives the same bits; slower on a GPU.
 
@@ -234,15 +269,18 @@ def attention_backward(
     >>> [x.ravel().tolist() for x in grads]
     [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]]
     """
-    options = checks.options(causal, window, scale)
+    options = checks.options(causal, window, scale, softcap)
     checks.flag("deterministic", deterministic)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
         arrays["dlse"] = dlse
+    if alibi_slopes is not None:
+        arrays["alibi_slopes"] = alibi_slopes
     home = interop.home(arrays)
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_backward, home.gpu, options, views)
+        slopes = _slopes(home, plan, views)
         views.setdefault("dlse")
         grads = []
         for name, (shape, dtype) in plan.results.items():
@@ -252,7 +290,7 @@ def attention_backward(
             _fill({"dq": 0, "dk": 0, "dv": 0}, views)
         else:
             _gather(home, plan, views)
-            home.backend.backward(plan.problem, *_batched(plan, views), bool(deterministic))
+            home.backend.backward(plan.problem, *_batched(plan, views), slopes, bool(deterministic))
         return AttentionGradients(*map(home.give, grads))
 
 
@@ -268,7 +306,7 @@ class _Plan(NamedTuple):
 
 def _plan(make, gpu, options, views):
     """Plan of a call, checked and made by `make` when none that looks alike came before."""
-    signature = (make, gpu, options, *[(x.shape, x.strides, x.dtype) for x in views.values()])
+    signature = (make, gpu, options, *views, *[(x.shape, x.strides, x.dtype) for x in views.values()])
     plan = _plans.get(signature)
     if plan is None:
         if len(_plans) >= _MAX_PLANS:
@@ -297,7 +335,7 @@ def _scattered(gpu, views):
     for name, x in views.items():
         if gpu and x is not None and any(stride % x.itemsize for stride in x.strides):
             raise ValueError(f"{name} has strides {x.strides}; allowed: multiples of its {x.itemsize} bytes an element")
-    rows = {name: x for name, x in views.items() if gpu and "lse" not in name}
+    rows = {name: x for name, x in views.items() if gpu and name not in ("lse", "dlse", "alibi_slopes")}
     return [name for name, x in rows.items() if x.shape[-1] > 1 and x.strides[-1] != x.itemsize]
 
 
@@ -305,6 +343,12 @@ def _gather(home, plan, views):
     for name in plan.scattered:
         views[name] = home.xp.ascontiguousarray(views[name])
         home.backend.keep_for_graph(views[name])
+
+
+def _slopes(home, plan, views):
+    """The slopes as (batch, heads_q), taken out of `views`: what is left has its batch in front."""
+    slopes = views.pop("alibi_slopes", None)
+    return None if slopes is None else home.xp.broadcast_to(slopes, (plan.problem.batch, plan.problem.heads_q))
 
 
 def _batched(plan, views):

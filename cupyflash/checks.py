@@ -24,6 +24,7 @@ GPU_HEAD_DIM = 256
 CORNERS = ("lower_right", "upper_left")
 MAX_SEQLENS = 2**30  # sums of two positions and a window side stay within 32 bits in the kernels
 MAX_SCALE = 1e38  # times log2(e), it is still finite in float32
+SOFTCAP = (1e-30, 1e30)  # the kernels divide by it, in float32 and where numbers below 1e-38 are 0
 
 
 _MOST = 2**63 - 1
@@ -37,6 +38,7 @@ class Options(NamedTuple):
     left: int | None = None
     right: int | None = None
     scale: float | None = None
+    softcap: float | None = None
 
 
 _NO_OPTIONS = Options()
@@ -56,15 +58,16 @@ def shown(value) -> str:
     return text if 0 < len(text) <= 200 else f"of type {type_name(value)} and too long to print"
 
 
-def options(causal, window, scale) -> Options:
+def options(causal, window, scale, softcap=None) -> Options:
     """Options in one spelling: `causal=True` is the lower right corner and no key to the right."""
-    if causal is False and window is None and scale is None:
+    if causal is False and window is None and scale is None and softcap is None:
         return _NO_OPTIONS
     corner = _corner(causal)
     left, right = (None, None) if window is None else _window(window)
     if corner is not None:
         right = 0
-    return Options(corner or "lower_right", left, right, None if scale is None else _scale(scale))
+    scale, softcap = None if scale is None else _scale(scale), None if softcap is None else _softcap(softcap)
+    return Options(corner or "lower_right", left, right, scale, softcap)
 
 
 def _corner(causal):
@@ -94,12 +97,25 @@ def _window(window):
 
 def _scale(scale):
     allowed = "allowed: None or a finite real number of at most 1e38 in magnitude"
-    if isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"scale is {shown(scale)} ({type_name(scale)}); {allowed}")
-    number = scale.item() if isinstance(scale, np.generic) else scale  # MAX_SCALE overflows a NumPy float16
+    number = _real("scale", scale, allowed)
     if not abs(number) <= MAX_SCALE:
         raise ValueError(f"scale is {shown(scale)}; {allowed}")
     return float(number) + 0.0  # -0.0 equals 0.0, but has another sign
+
+
+def _softcap(softcap):
+    least, most = SOFTCAP
+    allowed = f"allowed: None, which switches it off, or a positive real number from {least:g} to {most:g}"
+    number = _real("softcap", softcap, allowed)
+    if not least <= number <= most:
+        raise ValueError(f"softcap is {shown(softcap)}; {allowed}")
+    return float(number)
+
+
+def _real(name, value, allowed):
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} is {shown(value)} ({type_name(value)}); {allowed}")
+    return value.item() if isinstance(value, np.generic) else value  # bounds may overflow a NumPy float16
 
 
 def flag(name, value):
@@ -111,10 +127,8 @@ def flag(name, value):
 def positive(name, value) -> float:
     """A figure of a device."""
     allowed = "allowed: a positive finite number, a second"
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} is {shown(value)} ({type_name(value)}); {allowed}")
     try:
-        number = float(value)
+        number = float(_real(name, value, allowed))
     except OverflowError:
         number = math.inf
     if not 0 < number < math.inf:
@@ -145,9 +159,9 @@ def given(problem) -> Problem:
     return replace(problem, **fields)
 
 
-def forward(gpu, options, *, q, k, v, out=None) -> Problem:
+def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None) -> Problem:
     """Problem of a forward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, q=q, k=k, v=v)
+    problem = _problem(gpu, options, alibi_slopes, q=q, k=k, v=v)
     if out is not None:
         _check_out(problem, q, out)
         if _overlaps_itself(out):
@@ -158,9 +172,9 @@ def forward(gpu, options, *, q, k, v, out=None) -> Problem:
     return problem
 
 
-def backward(gpu, options, *, dout, q, k, v, out, lse, dlse=None) -> Problem:
+def backward(gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=None) -> Problem:
     """Problem of a backward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, q=q, k=k, v=v, dout=dout)
+    problem = _problem(gpu, options, alibi_slopes, q=q, k=k, v=v, dout=dout)
     _check_out(problem, q, out)
     _check_shape("dout", dout, out.shape, "that of out")
     for name, x in (("lse", lse), ("dlse", dlse)):
@@ -169,7 +183,7 @@ def backward(gpu, options, *, dout, q, k, v, out, lse, dlse=None) -> Problem:
     return problem
 
 
-def _problem(gpu, options, *, q, k, v, **more):
+def _problem(gpu, options, slopes, *, q, k, v, **more):
     arrays = {"q": q, "k": k, "v": v, **more}
     _check_dtypes(arrays)
     dtype = DTYPES[q.dtype]
@@ -200,6 +214,8 @@ def _problem(gpu, options, *, q, k, v, **more):
         raise ValueError(
             f"q has seqlen {seqlen_q} and k has seqlen {seqlen_k}; allowed: less than {MAX_SEQLENS} together"
         )
+    if slopes is not None:
+        _check_slopes(dtype, slopes, (*batch, heads_q))
     return Problem(
         dtype,
         *(batch or [1]),
@@ -210,11 +226,13 @@ def _problem(gpu, options, *, q, k, v, **more):
         head_dim,
         head_dim_v,
         head_dim**-0.5 if options.scale is None else options.scale,
-        *_band(options, seqlen_q, seqlen_k),
+        *_band(options, seqlen_q, seqlen_k, slopes is not None),
+        options.softcap,
+        slopes is not None,
     )
 
 
-def _band(options, seqlen_q, seqlen_k):
+def _band(options, seqlen_q, seqlen_k, alibi):
     """Diagonal, left and right of the band of visible keys; `None` for a side that hides no key."""
     diagonal = 0 if options.corner == "upper_left" else seqlen_k - seqlen_q
     left, right = options.left, options.right
@@ -222,7 +240,7 @@ def _band(options, seqlen_q, seqlen_k):
         left = None
     if right is not None and right >= seqlen_k - 1 - diagonal:  # the first query sees the last key
         right = None
-    return (0 if left is right is None else diagonal), left, right
+    return (0 if left is right is None and not alibi else diagonal), left, right
 
 
 def parts(outs, lses, dtype) -> np.dtype:
@@ -293,9 +311,20 @@ def _check_out(problem, q, out):
 
 
 def _check_lse(dtype, name, lse, shape):
-    if lse.dtype != lse_dtype(dtype):
-        raise TypeError(f"{name} has dtype {lse.dtype}; allowed: {lse_dtype(dtype)} for dtype {dtype}")
+    _check_lse_dtype(dtype, name, lse)
     _check_shape(name, lse, shape, "([batch,] heads_q, seqlen_q)")
+
+
+def _check_slopes(dtype, slopes, shape):
+    _check_lse_dtype(dtype, "alibi_slopes", slopes)
+    if slopes.shape not in (shape, shape[-1:]):
+        with_batch = f" or {shape}, (batch, heads_q)" if len(shape) > 1 else ""
+        raise ValueError(f"alibi_slopes has shape {slopes.shape}; allowed: {shape[-1:]}, (heads_q,){with_batch}")
+
+
+def _check_lse_dtype(dtype, name, x):
+    if x.dtype != lse_dtype(dtype):
+        raise TypeError(f"{name} has dtype {x.dtype}; allowed: {lse_dtype(dtype)} for dtype {dtype}")
 
 
 def _overlaps_itself(x):

@@ -20,10 +20,10 @@ TILE_KEYS = 512
 TILE_ROWS = 256
 
 
-def forward(problem, q, k, v, out, lse):
+def forward(problem, q, k, v, out, lse, slopes):
     """Write attention to `out`, and its log-sum-exp to `lse` unless that is `None`."""
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem):
+        for stack in _stacks(problem, slopes):
             keys, values = stack.fold(k), stack.fold(v)
             for rows in stack.row_blocks():
                 tile_out, tile_lse = _forward_rows(stack, rows, stack.fold_queries(q, rows), keys, values)
@@ -38,7 +38,7 @@ def _forward_rows(stack, rows, queries, keys, values):
     total = np.zeros_like(highest)
     weighted = np.zeros((*highest.shape, values.shape[-1]), stack.dtype)
     for tile in stack.key_blocks(rows):
-        p = stack.logits(queries, keys, rows, tile)
+        p = stack.logits(stack.products(queries, keys, tile), rows, tile)
         previous, highest = highest, np.maximum(highest, p.max(axis=-2))
         shift = np.where(highest == -np.inf, 0, highest)  # no key seen yet: -inf - 0 is -inf, not NaN
         p -= shift[..., None, :]
@@ -52,10 +52,10 @@ def _forward_rows(stack, rows, queries, keys, values):
     return weighted, (highest + np.log(total))[..., None]
 
 
-def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic):
+def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, deterministic):
     """Write the gradients to `dq`, `dk` and `dv`; the order of the sums never varies, `deterministic` or not."""
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem):
+        for stack in _stacks(problem, slopes):
             keys, values = stack.fold(k), stack.fold(v)
             dkeys, dvalues = np.zeros_like(keys), np.zeros_like(values)
             for rows in stack.row_blocks():
@@ -76,13 +76,16 @@ def _backward_rows(stack, rows, queries, keys, values, douts, lse, delta, dkeys,
     dqueries = np.zeros_like(queries.folded)
     lse = np.where(lse == -np.inf, np.inf, lse)  # a row without keys: weights 0, not exp(-inf + inf)
     for tile in stack.key_blocks(rows):
-        p = stack.logits(queries, keys, rows, tile)
+        products = stack.products(queries, keys, tile)
+        p = stack.logits(products, rows, tile)
         p -= lse[..., None, :]
         np.exp(p, out=p)
         dvalues[..., tile, :] += p @ douts
         ds = values[..., tile, :] @ douts.swapaxes(-1, -2)
         ds -= delta[..., None, :]
         ds *= p
+        if stack.problem.softcap is not None:
+            ds *= np.subtract(1, np.square(products, out=products), out=products)
         dkeys[..., tile, :] += queries.complete(ds @ queries.folded)
         dqueries += ds.swapaxes(-1, -2) @ keys[..., tile, :]
     return _times(dqueries, stack.problem.scale)
@@ -100,7 +103,7 @@ def _by_row(lse):
     return lse.swapaxes(1, 2)[..., None]
 
 
-def _stacks(problem):
+def _stacks(problem, slopes):
     """Every range of batch and key heads; short sequences are stacked until they fill a tile."""
     rows = max(1, min(problem.seqlen_q, TILE_ROWS // problem.group))
     heads = TILE_ROWS * TILE_KEYS // (rows * problem.group * min(problem.seqlen_k, TILE_KEYS))
@@ -108,7 +111,7 @@ def _stacks(problem):
     batch = max(1, min(problem.batch, heads // heads_k))
     for b in range(0, problem.batch, batch):
         for h in range(0, problem.heads_k, heads_k):
-            yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows)
+            yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows, slopes)
 
 
 class _Queries(NamedTuple):
@@ -129,6 +132,7 @@ class _Stack:
     batch: slice
     heads_k: slice
     rows: int
+    slopes: np.ndarray | None  # (batch, heads_q), of all heads
 
     @property
     def dtype(self):
@@ -165,23 +169,41 @@ class _Stack:
         x = x[self.batch, rows]
         return x.reshape(*x.shape[:2], self.problem.heads_k, -1, x.shape[-1])[:, :, self.heads_k]
 
-    def logits(self, queries, keys, rows, tile):
-        """Keys by queries of one tile, -inf where the key is hidden."""
-        logits = queries.complete(keys[..., tile, :] @ queries.folded.swapaxes(-1, -2))
-        low, high = self.problem.unmasked_range(rows.start, rows.stop)
-        if tile.start < low or tile.stop > high:
+    def products(self, queries, keys, tile):
+        """Keys by queries of one tile: their scaled products; with softcap, the tanh that it multiplies."""
+        products = queries.complete(keys[..., tile, :] @ queries.folded.swapaxes(-1, -2))
+        if self.problem.softcap is not None:
+            products /= self.dtype(self.problem.softcap)
+            np.tanh(products, out=products)
+        return products
+
+    def logits(self, products, rows, tile):
+        """What the softmax is of: -inf where the key is hidden. In the memory of `products`, but for softcap."""
+        problem = self.problem
+        logits = products if problem.softcap is None else products * self.dtype(problem.softcap)
+        low, high = problem.unmasked_range(rows.start, rows.stop)
+        masked = tile.start < low or tile.stop > high
+        if masked or problem.alibi:
             by_head = logits.reshape(*logits.shape[:-1], -1, rows.stop - rows.start)
-            np.copyto(by_head, -np.inf, where=self._hidden(rows, tile)[:, None, :])
+            diagonal = np.arange(rows.start, rows.stop, dtype=np.int32) + problem.diagonal
+            ahead = np.arange(tile.start, tile.stop, dtype=np.int32)[:, None] - diagonal
+        if problem.alibi:
+            by_head -= self._slopes() * np.abs(ahead).astype(self.dtype)[:, None, :]
+        if masked:
+            np.copyto(by_head, -np.inf, where=self._hidden(ahead)[:, None, :])
         return logits
 
-    def _hidden(self, rows, tile):
-        key = np.arange(tile.start, tile.stop)[:, None]
-        diagonal = np.arange(rows.start, rows.stop) + self.problem.diagonal
-        hidden = np.zeros((key.size, diagonal.size), bool)
+    def _slopes(self):
+        """Those of these heads: `(batch, heads_k, 1, group, 1)`."""
+        slopes = self.slopes[self.batch]
+        return slopes.reshape(len(slopes), self.problem.heads_k, 1, -1, 1)[:, self.heads_k]
+
+    def _hidden(self, ahead):
+        hidden = np.zeros(ahead.shape, bool)
         if self.problem.right is not None:
-            hidden |= key > diagonal + self.problem.right
+            hidden |= ahead > self.problem.right
         if self.problem.left is not None:
-            hidden |= key < diagonal - self.problem.left
+            hidden |= ahead < -self.problem.left
         return hidden
 
 

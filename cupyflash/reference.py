@@ -20,7 +20,7 @@ class AttentionGradients(NamedTuple):
     dv: object
 
 
-def attention(q, k, v, /, *, causal=False, window=None, scale=None, return_lse=False):
+def attention(q, k, v, /, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None, return_lse=False):
     """Standard attention in float64.
 
     Takes the arguments of `cupyflash.attention`, except `out`.
@@ -29,7 +29,7 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, return_lse=F
     ----------
     q, k, v : numpy.ndarray or cupy.ndarray
         `(batch, seqlen, heads, head_dim)`, or the same without `batch`.
-    causal, window, scale, return_lse
+    causal, window, scale, softcap, alibi_slopes, return_lse
         As in `cupyflash.attention`.
 
     Returns
@@ -42,7 +42,7 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, return_lse=F
     """
     xp = _namespace(q)
     heads_k = k.shape[-2]
-    logits = _logits(xp, q, k, causal, window, scale)
+    logits, _ = _logits(xp, q, k, causal, window, scale, softcap, alibi_slopes)
     no_key = xp.full((*logits.shape[:-1], 1), -math.inf)
     highest = xp.concatenate([logits, no_key], axis=-1).max(axis=-1, keepdims=True)
     highest = xp.where(highest == -math.inf, 0.0, highest)
@@ -57,7 +57,9 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, return_lse=F
     return out, lse.reshape(*q.shape[:-3], q.shape[-2], q.shape[-3])
 
 
-def attention_backward(dout, q, k, v, out, lse, /, *, dlse=None, causal=False, window=None, scale=None):
+def attention_backward(
+    dout, q, k, v, out, lse, /, *, dlse=None, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None
+):
     """Gradients of standard attention in float64, from their formulas.
 
     Takes the arguments of `cupyflash.attention_backward`, except `deterministic`.
@@ -66,7 +68,7 @@ def attention_backward(dout, q, k, v, out, lse, /, *, dlse=None, causal=False, w
     ----------
     dout : numpy.ndarray or cupy.ndarray
         Gradient of `out`.
-    q, k, v, causal, window, scale
+    q, k, v, causal, window, scale, softcap, alibi_slopes
         As given to `attention`.
     out, lse : ndarray
         What `attention` returned for them.
@@ -81,7 +83,7 @@ def attention_backward(dout, q, k, v, out, lse, /, *, dlse=None, causal=False, w
     xp = _namespace(q)
     heads_k = k.shape[-2]
     scale = _scale(q, scale)
-    logits = _logits(xp, q, k, causal, window, scale)
+    logits, derivative = _logits(xp, q, k, causal, window, scale, softcap, alibi_slopes)
     dout, q, k, v, out = (_split(xp, x, heads_k) for x in (dout, q, k, v, out))
     lse = lse.astype(xp.float64).reshape(*logits.shape[:-1], 1)
     dlse = 0.0 if dlse is None else dlse.astype(xp.float64).reshape(lse.shape)
@@ -89,7 +91,8 @@ def attention_backward(dout, q, k, v, out, lse, /, *, dlse=None, causal=False, w
     p = xp.where(lse == -math.inf, 0.0, xp.exp(logits - xp.where(lse == -math.inf, 0.0, lse)))
     dp = dout @ v.swapaxes(-1, -2)
     delta = (dout * out).sum(axis=-1, keepdims=True)
-    ds = p * (dp + xp.where(lse == -math.inf, 0.0, dlse - delta))  # a row without keys has no weight to move
+    dp = dp + xp.where(lse == -math.inf, 0.0, dlse - delta)  # a row without keys has no weight to move
+    ds = derivative * p * dp
     dq = scale * ds @ k
     dk = scale * ds.swapaxes(-1, -2) @ q
     dv = p.swapaxes(-1, -2) @ dout
@@ -99,15 +102,20 @@ def attention_backward(dout, q, k, v, out, lse, /, *, dlse=None, causal=False, w
 
 def visible(xp, seqlen_q, seqlen_k, causal=False, window=None):
     """Which keys each query sees: boolean, `(seqlen_q, seqlen_k)`."""
-    corner, left, right, _ = checks.options(causal, window, None)
-    diagonal = 0 if corner == "upper_left" else seqlen_k - seqlen_q
-    ahead = xp.arange(seqlen_k) - (xp.arange(seqlen_q)[:, None] + diagonal)
+    _, left, right, *_ = checks.options(causal, window, None)
+    ahead = _ahead(xp, seqlen_q, seqlen_k, causal)
     seen = xp.ones((seqlen_q, seqlen_k), dtype=bool)
     if right is not None:
         seen &= ahead <= min(right, seqlen_q + seqlen_k)
     if left is not None:
         seen &= ahead >= -min(left, seqlen_q + seqlen_k)
     return seen
+
+
+def _ahead(xp, seqlen_q, seqlen_k, causal):
+    """How far each key lies after the diagonal of each query, `(seqlen_q, seqlen_k)`."""
+    diagonal = 0 if causal == "upper_left" else seqlen_k - seqlen_q
+    return xp.arange(seqlen_k) - (xp.arange(seqlen_q)[:, None] + diagonal)
 
 
 def _namespace(x):
@@ -118,11 +126,18 @@ def _scale(q, scale):
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _logits(xp, q, k, causal, window, scale):
-    """`(..., heads_k, group, seqlen_q, seqlen_k)`, -inf where the key is hidden."""
-    heads_k = k.shape[-2]
-    logits = _scale(q, scale) * (_split(xp, q, heads_k) @ _split(xp, k, heads_k).swapaxes(-1, -2))
-    return xp.where(visible(xp, q.shape[-3], k.shape[-3], causal, window), logits, -math.inf)
+def _logits(xp, q, k, causal, window, scale, softcap, alibi_slopes):
+    """`(..., heads_k, group, seqlen_q, seqlen_k)`, -inf where the key is hidden; and the derivative of softcap."""
+    softcap = checks.options(causal, window, None, softcap).softcap
+    heads_k, lengths = k.shape[-2], (q.shape[-3], k.shape[-3])
+    logits, derivative = _scale(q, scale) * (_split(xp, q, heads_k) @ _split(xp, k, heads_k).swapaxes(-1, -2)), 1.0
+    if softcap is not None:
+        tanh = xp.tanh(logits / softcap)
+        logits, derivative = softcap * tanh, 1 - tanh**2
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.astype(xp.float64).reshape(*alibi_slopes.shape[:-1], *logits.shape[-4:-2], 1, 1)
+        logits = logits - slopes * abs(_ahead(xp, *lengths, causal))
+    return xp.where(visible(xp, *lengths, causal, window), logits, -math.inf), derivative
 
 
 def _split(xp, x, heads_k):

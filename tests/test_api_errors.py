@@ -215,6 +215,23 @@ def test_backward_dlse(no_backend):
         ("scale", np.float16("-inf"), ValueError),
         ("scale", 1e39, ValueError),
         ("scale", 10**400, ValueError),
+        ("softcap", np.array(5.0), TypeError),
+        ("softcap", "5", TypeError),
+        ("softcap", True, TypeError),
+        ("softcap", 1j, TypeError),
+        ("softcap", 0, ValueError),
+        ("softcap", 0.0, ValueError),
+        ("softcap", -1, ValueError),
+        ("softcap", -30.0, ValueError),
+        ("softcap", float("nan"), ValueError),
+        ("softcap", float("inf"), ValueError),
+        ("softcap", np.float16("inf"), ValueError),
+        ("softcap", 1e-31, ValueError),
+        ("softcap", 1.1e30, ValueError),
+        ("softcap", 10**400, ValueError),
+        ("alibi_slopes", 0.5, TypeError),
+        ("alibi_slopes", [0.5] * 4, TypeError),
+        ("alibi_slopes", True, TypeError),
         ("return_lse", 1, TypeError),
         ("return_lse", None, TypeError),
     ],
@@ -231,7 +248,8 @@ def test_option(no_backend, name, value, error):
 def test_huge_numbers_are_not_printed(no_backend, kind, digits):
     """Python refuses to print an integer of more than 4300 digits."""
     huge = kind(10**digits)
-    for name, value in (("scale", huge), ("window", (-abs(huge), 0)), ("window", (0, -abs(huge))), ("causal", huge)):
+    sides = (-abs(huge), 0), (0, -abs(huge))
+    for name, value in (("scale", huge), ("softcap", huge), *(("window", side) for side in sides), ("causal", huge)):
         with pytest.raises((TypeError, ValueError), match=rf"{name} .*too long to print.*; allowed") as caught:
             cupyflash.attention(*arrays(), **{name: value})
         assert len(str(caught.value)) < 300
@@ -248,21 +266,81 @@ def test_negative_window_names_the_way_out(no_backend):
     refused(ValueError, "use None for unlimited", cupyflash.attention, *arrays(), window=(-1, 0))
 
 
+@pytest.mark.parametrize("softcap", [0, -1, 1e31, float("nan")])
+def test_softcap_names_the_way_out(no_backend, softcap):
+    words = ["None, which switches it off", "positive", "1e-30 to 1e+30"]
+    refused(ValueError, words, cupyflash.attention, *arrays(), softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (lambda: np.ones(3, F32), ValueError, ["shape (3,)", "(4,), (heads_q,) or (2, 4), (batch, heads_q)"]),
+        (lambda: np.ones(2, F32), ValueError, ["shape (2,)", "(4,)"]),  # as many as k has
+        (lambda: np.ones((1, 4), F32), ValueError, ["shape (1, 4)", "(2, 4)"]),
+        (lambda: np.ones((4, 2), F32), ValueError, ["shape (4, 2)", "(2, 4)"]),
+        (lambda: np.ones((2, 4, 1), F32), ValueError, ["shape (2, 4, 1)", "(2, 4)"]),
+        (lambda: np.ones((), F32), ValueError, ["shape ()", "(4,)"]),
+        (lambda: np.ones(4), TypeError, ["dtype float64", "float32 for dtype float32"]),
+        (lambda: np.ones(4, np.float16), TypeError, ["dtype float16", "float32"]),
+        (lambda: np.ones(4, int), TypeError, ["dtype int64", "float32"]),
+        (lambda: np.ones(4, ">f4"), TypeError, ["dtype >f4", "float32"]),
+    ],
+)
+def test_slopes(no_backend, make, error, words):
+    words = [f"alibi_slopes has {words[0]}", *words[1:]]
+    refused(error, words, cupyflash.attention, *arrays(), alibi_slopes=make())
+    refused(error, words, cupyflash.attention_backward, *backward_arguments(), alibi_slopes=make())
+
+
+@pytest.mark.parametrize("dtype, allowed", [("float16", "float32"), (BF16, "float32"), ("float64", "float64")])
+def test_dtype_of_slopes(dtype, allowed):
+    """That of lse."""
+    args = arrays(dtype=dtype)
+    cupyflash.attention(*args, alibi_slopes=np.ones(4, allowed))
+    for other in {"float16", "float32", "float64"} - {allowed}:
+        refused(TypeError, f"allowed: {allowed}", cupyflash.attention, *args, alibi_slopes=np.ones(4, other))
+
+
+def test_slopes_without_batch(no_backend):
+    words = ["alibi_slopes has shape (2, 4)", "allowed: (4,), (heads_q,)"]
+    refused(ValueError, words, cupyflash.attention, *[x[0] for x in arrays()], alibi_slopes=np.ones((2, 4), F32))
+
+
+def test_strides_of_slopes_on_the_gpu():
+    """Any, but of whole elements."""
+    scattered = sys.modules["cupyflash.attention"]._scattered
+    odd = np.lib.stride_tricks.as_strided(np.zeros(5, F32), (4,), (5,))
+    with pytest.raises(ValueError, match=r"alibi_slopes has strides \(5,\); allowed: multiples of its 4 bytes"):
+        scattered(True, {"alibi_slopes": odd})
+    assert not scattered(True, {"alibi_slopes": np.ones((4, 2), F32).T})
+
+
+def test_a_right_array_in_another_place():
+    """What is remembered of a call knows which arguments its arrays were."""
+    args, out = arrays(), np.zeros((2, 3, 4, 8), F32)
+    cupyflash.attention(*args, out=out)
+    refused(ValueError, "alibi_slopes has shape (2, 3, 4, 8)", cupyflash.attention, *args, alibi_slopes=out)
+    args = backward_arguments()
+    cupyflash.attention_backward(*args, dlse=args[5])
+    refused(ValueError, "alibi_slopes has shape", cupyflash.attention_backward, *args, alibi_slopes=args[5])
+
+
 def test_deterministic_is_a_switch(no_backend):
     refused(TypeError, "deterministic is 1", cupyflash.attention_backward, *backward_arguments(), deterministic=1)
 
 
 def test_unknown_option(no_backend):
-    with pytest.raises(TypeError, match="softcap"):
-        cupyflash.attention(*arrays(), softcap=1.0)
+    with pytest.raises(TypeError, match="dropout"):
+        cupyflash.attention(*arrays(), dropout=0.1)
 
 
 def test_a_right_call_does_not_excuse_a_wrong_one():
     """1 == True == 1.0 and 0 == False: what is remembered of a call must tell them apart."""
     args = arrays()
-    for options in ({"causal": True}, {"scale": 1.0}, {"window": (1, 1)}, {"causal": False}):
+    for options in ({"causal": True}, {"scale": 1.0}, {"softcap": 1.0}, {"window": (1, 1)}, {"causal": False}):
         cupyflash.attention(*args, **options)
-    for options in ({"causal": 1}, {"scale": True}, {"window": (True, 1)}, {"causal": 0}):
+    for options in ({"causal": 1}, {"scale": True}, {"softcap": True}, {"window": (True, 1)}, {"causal": 0}):
         refused(TypeError, list(options), cupyflash.attention, *args, **options)
 
 
@@ -276,6 +354,13 @@ def test_scalars_of_any_kind():
         if number == int(number):
             for kind in (int, np.int8, np.int64):
                 np.testing.assert_array_equal(cupyflash.attention(*args, scale=kind(number)), expected)
+
+
+def test_softcap_of_any_kind():
+    args = arrays()
+    expected = cupyflash.attention(*args, softcap=2.0)
+    for kind in (np.float64, np.float32, np.float16, Fraction, int, np.int8):
+        np.testing.assert_array_equal(cupyflash.attention(*args, softcap=kind(2)), expected)
 
 
 def test_options_in_any_spelling():
@@ -352,6 +437,15 @@ def test_out_overlaps_inputs():
         np.testing.assert_array_equal(x, y)
 
 
+def test_out_overlaps_slopes():
+    q, k, v = arrays()
+    memory = np.zeros(q.size + 4, F32)
+    out = memory[:-4].reshape(q.shape)
+    assert cupyflash.attention(q, k, v, out=out, alibi_slopes=memory[-4:]) is out
+    for slopes in (memory[2:6], memory[-5:-1], memory[::48][:4]):
+        refused(ValueError, "memory with alibi_slopes", cupyflash.attention, q, k, v, out=out, alibi_slopes=slopes)
+
+
 def test_out_may_lie_between_the_inputs():
     """One projection, four slices: no element is shared, although the ranges of addresses are."""
     fused = np.random.default_rng(0).normal(size=(2, 3, 4, 2, 8)).astype(F32)
@@ -414,8 +508,8 @@ def test_band(seqlen_q, seqlen_k):
 def test_equal_problems_are_equal():
     q, k, _ = arrays((1, 7, 1, 8), (1, 7, 1, 8))
 
-    def problem(causal=False, window=None, scale=None):
-        return checks.forward(False, checks.options(causal, window, scale), q=q, k=k, v=k)
+    def problem(causal=False, window=None, scale=None, softcap=None, slopes=None):
+        return checks.forward(False, checks.options(causal, window, scale, softcap), q=q, k=k, v=k, alibi_slopes=slopes)
 
     assert problem() == problem(window=(None, None)) == problem(window=(6, 6)) == problem(scale=8**-0.5)
     assert problem(window=(2**31 - 1, 2**31 - 1)) == problem()
@@ -423,6 +517,18 @@ def test_equal_problems_are_equal():
     assert causal == problem("lower_right") == problem("upper_left") == problem(window=(None, 0))
     assert causal == problem(True, (6, 3)) == problem(True, (10**9, None)) == problem(window=(7, 0)) != problem()
     assert problem(window=(0, 0)).left == 0 != problem(window=(1, 0)).left
+    assert problem(softcap=2) == problem(softcap=np.float16(2)) != problem() == problem(softcap=None)
+    one, two = np.ones(1, F32), np.zeros((1, 1), F32)
+    assert problem(slopes=one) == problem(slopes=two) != problem() and problem(slopes=one).alibi
+
+
+@pytest.mark.parametrize("causal, diagonal", [(False, 4), (True, 4), ("upper_left", 0)])
+def test_diagonal_of_slopes(causal, diagonal):
+    """It counts where no key is hidden, too."""
+    q, k, _ = arrays((1, 3, 1, 8), (1, 7, 1, 8))
+    for window in (None, (9, 9)):
+        options = checks.options(causal, window, None)
+        assert checks.forward(False, options, q=q, k=k, v=k, alibi_slopes=np.ones(1, F32)).diagonal == diagonal
 
 
 def test_no_batch():

@@ -200,6 +200,16 @@ def test_library(name, dtype, batched):
     assert_same(map(to_numpy, theirs), before)
 
 
+@pytest.mark.parametrize("name, dtype", CASES)
+@pytest.mark.parametrize("shape", [(4,), (2, 4)])
+def test_slopes_of_a_library(name, dtype, shape):
+    args = inputs(dtype)
+    slopes = normal(shape, "float64" if dtype == "float64" else "float32")
+    theirs = [from_numpy(name, x) for x in args]
+    got = results(*theirs, softcap=2, alibi_slopes=from_numpy(name, slopes))
+    assert_same(map(to_numpy, got), results(*args, softcap=2, alibi_slopes=slopes))
+
+
 @pytest.mark.parametrize("name", ["torch", "library"])
 def test_no_copy(name, monkeypatch):
     """The backend works in the memory of the caller's arrays."""
@@ -244,6 +254,9 @@ def test_libraries_do_not_mix(first, second):
         assert part in str(caught.value)
     with pytest.raises(TypeError, match=f"out is in {names[second]}"):
         cupyflash.attention(*[from_numpy(first, x) for x in (q, k, v)], out=from_numpy(second, dout))
+    with pytest.raises(TypeError, match=f"alibi_slopes is in {names[second]}"):
+        slopes = from_numpy(second, normal(4))
+        cupyflash.attention(*[from_numpy(first, x) for x in (q, k, v)], alibi_slopes=slopes)
 
 
 def test_library_without_namespace():
@@ -344,6 +357,9 @@ def test_torch_requires_grad():
         cupyflash.attention(q.detach(), k.detach(), v)
     with pytest.raises(ValueError, match="dout requires grad"):
         cupyflash.attention_backward(dout, *[from_numpy("torch", x) for x in (*args[1:], *expected[:2])])
+    slopes = torch.ones(4, requires_grad=True)
+    with pytest.raises(ValueError, match="alibi_slopes requires grad"):
+        cupyflash.attention(*[x.detach() for x in (q, k, v)], alibi_slopes=slopes)
     with torch.no_grad():
         assert_same(map(to_numpy, results(dout, q, k, v)), expected)
     with torch.inference_mode():

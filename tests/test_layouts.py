@@ -57,8 +57,8 @@ def test_results_of_a_backend_in_a_layout(backend1, layout):
     out, lse, *gradients = (guard.array for guard in guards.values())
     dlse = tools.Guarded(backend1, x.dlse.shape, backend1.lse_dtype, lse_layout).array
     dlse[...] = x.dlse
-    backend1.module.forward(problem, *x.qkv, out, lse)
-    backend1.module.backward(problem, x.dout, *x.qkv, out, lse, dlse, *gradients, True)
+    backend1.module.forward(problem, *x.qkv, out, lse, None)
+    backend1.module.backward(problem, x.dout, *x.qkv, out, lse, dlse, *gradients, None, True)
     right = tools.expectation(backend1, *x.qkv, x.dout, x.dlse, causal=True)
     for name, guard in guards.items():
         guard.check()

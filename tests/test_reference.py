@@ -16,6 +16,14 @@ OPTIONS = {
     "window_causal": {"window": (2, None), "causal": True},
     "window_upper_left": {"window": (2, 1), "causal": "upper_left"},
     "right_only": {"window": (None, 1), "scale": -0.7},
+    "alibi": {"alibi_slopes": np.array([0.5, 0, -0.3, 1.1])},
+    "alibi_upper_left": {"alibi_slopes": np.arange(8.0).reshape(2, 4) / 4 - 1, "causal": "upper_left"},
+    "alibi_window": {"alibi_slopes": np.array([0.5, 0, -0.3, 1.1]), "window": (2, 1)},
+}
+SOFTCAPS = {
+    "softcap": {"softcap": 1.5},
+    "softcap_causal": {"softcap": 0.3, "causal": True, "scale": -0.7},
+    "softcap_alibi": {"softcap": 2, "window": (2, 2), "alibi_slopes": np.arange(8.0).reshape(2, 4) / 4 - 1},
 }
 
 
@@ -30,7 +38,7 @@ def arrays(seqlen_q, seqlen_k, heads_q=4, heads_k=2, head_dim=3, head_dim_v=2, b
 
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(4, 4), (2, 5), (5, 2), (1, 1)])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", (OPTIONS | SOFTCAPS).values(), ids=OPTIONS | SOFTCAPS)
 def test_gradients_are_finite_differences(options, seqlen_q, seqlen_k):
     q, k, v, dout, dlse = arrays(seqlen_q, seqlen_k)
 
@@ -59,13 +67,17 @@ def test_equals_pytorch(options, seqlen_q, seqlen_k):
     q, k, v, dout, _ = arrays(seqlen_q, seqlen_k, head_dim=16, head_dim_v=8)
     mask = reference.visible(np, seqlen_q, seqlen_k, options.get("causal", False), options.get("window"))
     some_key = mask.any(axis=1)  # PyTorch has another rule for the other rows
+    i, j = np.ogrid[:seqlen_q, :seqlen_k]
+    diagonal = i if options.get("causal") == "upper_left" else i + seqlen_k - seqlen_q
+    slopes = options.get("alibi_slopes", np.zeros(4))[..., None, None]
+    bias = np.where(mask | ~some_key[:, None], -slopes * abs(diagonal - j), -np.inf)
     dout[:, ~some_key] = 0
     tq, tk, tv = (torch.from_numpy(x).transpose(1, 2).requires_grad_() for x in (q, k, v))
     torch_out = torch.nn.functional.scaled_dot_product_attention(
         tq,
         tk.repeat_interleave(2, dim=1),
         tv.repeat_interleave(2, dim=1),
-        attn_mask=torch.from_numpy(mask | ~some_key[:, None]),
+        attn_mask=torch.from_numpy(bias).expand(2, 4, seqlen_q, seqlen_k),
         scale=options.get("scale"),
     )
     torch_out.backward(torch.from_numpy(dout).transpose(1, 2))
@@ -93,6 +105,29 @@ def test_known_values():
     np.testing.assert_allclose(out.ravel(), [0, 0.5, 0.5, 0.5, 0.5])
 
 
+def test_known_scores():
+    """Scale, then softcap, then ALiBi, then masks."""
+    q, k, v = np.ones((1, 1, 1)), np.array([5.0, 0]).reshape(2, 1, 1), np.eye(2)[:, None]
+    for slope, p, lse in ((0, 0.991999, 4.828171), (1, 0.978546, 3.820138 - math.log(0.978546))):
+        slopes = np.array([slope])
+        got, got_lse = reference.attention(q, k, v, scale=2, softcap=5, alibi_slopes=slopes, return_lse=True)
+        np.testing.assert_allclose(got.ravel(), [p, 1 - p], atol=1e-6)
+        np.testing.assert_allclose(got_lse.ravel(), lse, atol=1e-6)
+    q = np.zeros((2, 1, 1))
+    _, lse = reference.attention(q, k, v, causal=True, softcap=1, alibi_slopes=np.array([math.log(2)]), return_lse=True)
+    np.testing.assert_allclose(lse.ravel(), [0, math.log(1.5)], atol=1e-15)
+
+
+def test_softcap_of_huge_logits():
+    q, k = np.full((1, 1, 1, 1), 1e200), np.array([1e200, -1e200, 1e150]).reshape(1, 3, 1, 1)
+    v = np.arange(3.0).reshape(1, 3, 1, 1)
+    with np.errstate(over="ignore"):
+        out, lse = reference.attention(q, k, v, softcap=3, return_lse=True)
+        gradients = reference.attention_backward(np.ones_like(out), q, k, v, out, lse, softcap=3)
+    np.testing.assert_allclose(lse.item(), math.log(2 * math.exp(3) + math.exp(-3)))
+    assert not gradients.dq.any() and not gradients.dk.any() and np.isfinite(gradients.dv).all()
+
+
 @pytest.mark.parametrize("kind", [np.uint8, np.uint64, np.int8, np.int64, int])
 def test_window_sides_of_any_integer(kind):
     expected = reference.visible(np, 9, 9, window=(2, 3))
@@ -111,9 +146,11 @@ def test_window_sides_of_any_integer(kind):
         ({"window": (-1, 0)}, ValueError),
         ({"window": (1.0, 0)}, TypeError),
         ({"window": 3}, TypeError),
+        ({"softcap": 0}, ValueError),
+        ({"softcap": True}, TypeError),
     ],
 )
-def test_unknown_masks(options, error):
+def test_unknown_options(options, error):
     q, k, v, dout, _ = arrays(3, 4)
     out, lse = reference.attention(q, k, v, return_lse=True)
     for function, args in ((reference.attention, (q, k, v)), (reference.attention_backward, (dout, q, k, v, out, lse))):

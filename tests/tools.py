@@ -275,7 +275,9 @@ def rows_are_contiguous(x):
 # ---------------------------------------------------------------------------------------------- right and wrong
 
 
-def yardstick(dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None, scale=None):
+def yardstick(
+    dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None
+):
     """What is right, and how far off one may be: `{name: (expected, allowed)}`.
 
     Takes float64 arrays of four axes. Allowed is twice the error of a plain implementation (products and softmax in
@@ -283,7 +285,7 @@ def yardstick(dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None
     its sum as if independent. Without the floor, a plain implementation that is right by luck on a tiny case would
     allow nothing.
     """
-    options = {"causal": causal, "window": window, "scale": scale}
+    options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
     xp = reference._namespace(q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
@@ -312,8 +314,16 @@ def yardstick(dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None
 
     expected, expected_lse = reference.attention(q, k, v, return_lse=True, **options)
     q_, k_, v_ = (heads_first(x).astype(work) for x in (q, k, v))
+    s, derivative, bias = work(scale) * (q_ @ transposed(k_)), work(1), work(0)
+    if softcap is not None:
+        tanh = xp.tanh(s / work(softcap))
+        s, derivative = work(softcap) * tanh, 1 - tanh * tanh
+    if alibi_slopes is not None:
+        slopes = alibi_slopes.astype(work).reshape(*alibi_slopes.shape[:-1], k.shape[2], group, 1, 1)
+        bias = slopes * xp.abs(reference._ahead(xp, q.shape[1], k.shape[1], causal)).astype(work)
     seen = reference.visible(xp, q.shape[1], k.shape[1], causal, window)
-    s = xp.where(seen, work(scale) * (q_ @ transposed(k_)), -work(math.inf))
+    terms_of_s = xp.where(seen, abs(s) + abs(bias), work(0))
+    s = xp.where(seen, s - bias, -work(math.inf))
     highest = s.max(axis=-1, keepdims=True)
     highest = xp.where(highest == -math.inf, work(0), highest)
     p = xp.exp(s - highest)
@@ -323,8 +333,8 @@ def yardstick(dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None
     lse = xp.where(total == 0, -work(math.inf), highest + xp.log(total_or_one))
     o = rounded(rounded(p) @ v_)
 
-    steepest = float(xp.where(xp.isfinite(s), xp.abs(s), work(0)).max())
-    eps = float(ml_dtypes.finfo(dtype).eps)
+    steepest = _largest(xp, terms_of_s)
+    eps, work_eps = float(ml_dtypes.finfo(dtype).eps), float(np.finfo(work).eps)
     terms = q.shape[1] + k.shape[1] if dtype == work else 1  # sums in the dtype itself round every term
     tiny = terms * float(ml_dtypes.finfo(dtype).smallest_subnormal)
     slack = {"float32": 4, "float64": 16 * (1 + steepest)}.get(dtype.name, 0.25)
@@ -334,7 +344,6 @@ def yardstick(dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None
         return right, 2 * error + slack * eps * (_largest(xp, right) + _largest(xp, magnitude)) + tiny
 
     results = {"out": bound(expected, per_query(o), rss(p, v_))}
-    work_eps = float(np.finfo(work).eps)
     lse = lse.reshape(expected_lse.shape)
     results["lse"] = (expected_lse, 2 * _largest(xp, expected_lse - lse) + 8 * work_eps * (1 + steepest))
     if dout is None:
@@ -346,12 +355,15 @@ def yardstick(dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None
     if dlse is not None:
         delta = delta - dlse.astype(work).reshape(delta.shape)
     dp = do @ transposed(v_)
-    ds = rounded(p * (dp - delta))
-    term = p * (xp.abs(dp) + xp.abs(delta))
+    ds = rounded(derivative * p * (dp - delta))
+    if softcap is not None:
+        derivative = derivative + 2 * work_eps / (slack * eps)  # where tanh is nearly 1 it has few digits
+    p_ds = derivative * p
+    term = p_ds * (xp.abs(dp) + xp.abs(delta))
     delta_error = xp.sqrt((do * do * o * o).sum(axis=-1, keepdims=True))  # o is rounded: one error for the whole row
     scale = work(scale)
-    dq_floor = abs(scale) * (rss(term, k_) + delta_error * xp.abs(p @ k_))
-    dk_floor = abs(scale) * (rss(transposed(term), q_) + rss(transposed(p * delta_error), q_))
+    dq_floor = abs(scale) * (rss(term, k_) + delta_error * xp.abs(p_ds @ k_))
+    dk_floor = abs(scale) * (rss(transposed(term), q_) + rss(transposed(p_ds * delta_error), q_))
     results["dq"] = bound(gradients.dq, per_query(rounded(scale * (ds @ k_))), dq_floor)
     results["dk"] = bound(gradients.dk, rounded(per_key(scale * (transposed(ds) @ q_))), dk_floor * group**0.5)
     dv_floor = rss(transposed(p), do) * group**0.5
@@ -412,19 +424,20 @@ def check(backend, q, k, v, dout=None, dlse=None, *, deterministic=False, **opti
 
 def expectation(backend, q, k, v, dout=None, dlse=None, **options):
     """The yardstick for arrays of a backend, on the host."""
-    logits = math.prod(q.shape[:-1]) * k.shape[-3]
+    logits, slopes = math.prod(q.shape[:-1]) * k.shape[-3], options.pop("alibi_slopes", None)
     if backend.name == "cuda" and logits > HOST_LOGITS:
-        arrays = [None if x is None else x.astype(np.float64) for x in (q, k, v, dout, dlse)]
-        right = yardstick(backend.dtype, *arrays, **options)
+        *arrays, slopes = (None if x is None else x.astype(np.float64) for x in (q, k, v, dout, dlse, slopes))
+        right = yardstick(backend.dtype, *arrays, alibi_slopes=slopes, **options)
         return {name: (expected.get(), allowed) for name, (expected, allowed) in right.items()}
-    arrays = [None if x is None else backend.host(x) for x in (q, k, v, dout, dlse)]
+    *arrays, slopes = (None if x is None else backend.host(x) for x in (q, k, v, dout, dlse, slopes))
     with np.errstate(all="ignore"):
-        return yardstick(backend.dtype, *arrays, **options)
+        return yardstick(backend.dtype, *arrays, alibi_slopes=slopes, **options)
 
 
-def problem(backend, q, k, v, *, causal=False, window=None, scale=None):
+def problem(backend, q, k, v, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None):
     """The record that the backends take."""
-    return checks.forward(backend.name == "cuda", checks.options(causal, window, scale), q=q, k=k, v=v)
+    options = checks.options(causal, window, scale, softcap)
+    return checks.forward(backend.name == "cuda", options, q=q, k=k, v=v, alibi_slopes=alibi_slopes)
 
 
 def same_bits(a, b):
