@@ -26,6 +26,8 @@ class Problem:
     diagonal: int = 0  # key on the diagonal of query 0: seqlen_k - seqlen_q (lower right) or 0 (upper left)
     left: int | None = None
     right: int | None = None
+    softcap: float | None = None
+    alibi: bool = False  # slopes are given
 
     @property
     def group(self) -> int:
