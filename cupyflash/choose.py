@@ -61,6 +61,9 @@ FORWARD = {
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 
+# The same for a changed score, softcap or ALiBi: what the rows above spill with it.
+FORWARD_CHANGED = {128: ((128, 32, 4, 4, 1, 2, False),)}
+
 # Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
 # SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, timed by
 # events among kernels that draw as much power (benchmarks/side_by_side.json has less), bfloat16, lengths 1024 / 4096,
@@ -105,6 +108,8 @@ HOPPER_FORWARD = {
     192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
     256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
+# The same for a changed score, softcap or ALiBi, which spills with the rows above.
+HOPPER_FORWARD_CHANGED = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -118,6 +123,7 @@ BACKWARD = {
     256: ((64, 64, 8, 4, 2, 4, 2, 1), (32, 64, 8, 4, 2, 2, 2, 1), (32, 32, 4, 2, 2, 2, 1, 1)),
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
+BACKWARD_CHANGED = {128: ((64, 64, 8, 4, 2, 2, 1, 1),)}
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:
@@ -200,9 +206,9 @@ def path(capability: int, nvrtc: tuple[int, int]) -> str:
     return name
 
 
-def _fitting(table: dict, plain: dict, make, head_dim: int, shared_limit: int):
+def _fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int):
     key = min(limit for limit in table if limit >= head_dim)
-    specs = [make(tiling) for tiling in plain.get(key, ()) + table[key]]
+    specs = [make(tiling) for tiling in first.get(key, ()) + table[key]]
     for spec in specs:
         if spec.shared_bytes * spec.blocks_per_sm <= shared_limit:
             return spec
@@ -213,6 +219,10 @@ def _fitting(table: dict, plain: dict, make, head_dim: int, shared_limit: int):
     )
 
 
+def _change(problem: Problem) -> tuple[bool, bool]:
+    return problem.softcap is not None, problem.alibi
+
+
 @functools.lru_cache(maxsize=1024)
 def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int, capability: int = 90) -> Variant:
     """Return the forward kernel for `problem` on a device with `shared_limit` bytes of shared memory in a block."""
@@ -221,10 +231,12 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     def make(tiling):
         _, _, warps, out_warps_q, *_ = tiling
         columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
-        return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access)
+        return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *_change(problem))
 
-    plain = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
-    spec = _fitting(FORWARD, plain, make, max(d, dv), shared_limit)
+    first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
+    if any(_change(problem)):
+        first = FORWARD_CHANGED
+    spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
 
 
@@ -237,10 +249,11 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     access = 4 if float32_out else 16 if access == 16 else min(access, 4)  # float32 goes out element by element
     d = round_up(problem.head_dim, 16)
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    row = HOPPER_FORWARD[min(limit for limit in HOPPER_FORWARD if limit >= max(d, dv))]
+    table = HOPPER_FORWARD | HOPPER_FORWARD_CHANGED if any(_change(problem)) else HOPPER_FORWARD
+    row = table[min(limit for limit in table if limit >= max(d, dv))]
     tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
     packed = access == 16 and _packing_pays(problem, tiling[1] * tiling[3])
-    spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access)
+    spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem))
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
 
@@ -260,10 +273,14 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     def make(tiling):
         _, _, warps, _, grad_warps_k, dq_warps_q, *_ = tiling
         columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)  # every warp gets a whole number of mma columns
-        return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access)
+        return BackwardSpec(
+            round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *_change(problem)
+        )
 
-    plain = {} if deterministic or access < 16 or capability >= 100 else BACKWARD_PLAIN
-    spec = _fitting(BACKWARD, plain, make, max(d, dv), shared_limit)
+    first = {} if deterministic or access < 16 or capability >= 100 else BACKWARD_PLAIN
+    if any(_change(problem)):
+        first = BACKWARD_CHANGED
+    spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 

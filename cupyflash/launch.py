@@ -19,13 +19,16 @@ from .problem import Problem
 from .spec import Variant
 from .structs import (
     BACKWARD_PARAMS,
+    BACKWARD_POINTERS,
     FORWARD_PARAMS,
+    FORWARD_POINTERS,
     HOPPER_BACKWARD_PARAMS,
     HOPPER_FORWARD_PARAMS,
     HOPPER_POINTERS,
     MAP,
     STATISTIC_TILE,
     fill,
+    fill_score,
     sizes,
     steps,
 )
@@ -102,33 +105,34 @@ class Plan:
         self.idle.append((words, arguments, address))
 
 
-def forward(problem: Problem, q, k, v, out, lse) -> None:
+def forward(problem: Problem, q, k, v, out, lse, slopes) -> None:
     """Write ``out`` and, unless it is None, ``lse``."""
     if problem.scale < 0:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
-        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse)
-    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0 if lse is None else lse.data.ptr)
+        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes)
+    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
-    lse_strides = None if lse is None else lse.strides
+    rows = tuple([None if x is None else x.strides for x in (lse, slopes)])
     device = cupy.cuda.runtime.getDevice()
-    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, lse_strides, out.itemsize)
+    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, out.itemsize)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse))
+        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes))
     plan.run(*pointers)
 
 
-def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, deterministic: bool) -> None:
+def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, deterministic: bool) -> None:
     """Write ``dq``, ``dk`` and ``dv``."""
     arrays = (q, k, v, dout, out, dq, dk, dv)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
-    key = (problem, device, layouts, out.itemsize, deterministic)
+    slope_strides = None if slopes is None else slopes.strides
+    key = (problem, device, layouts, slope_strides, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, deterministic))
+        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, slopes, deterministic))
     statistics, sum_size, turns = plan.workspace
     delta = cupy.empty(statistics, np.float32)
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
@@ -137,12 +141,17 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, determ
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
-        0 if dlse is None else dlse.data.ptr,
-        delta.data.ptr,
-        0 if dq_sum is None else dq_sum.data.ptr,
-        0 if turn is None else turn.data.ptr,
+        _pointer(dlse),
+        _pointer(delta),
+        _pointer(dq_sum),
+        _pointer(turn),
+        _pointer(slopes),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
     )
+
+
+def _pointer(x) -> int:
+    return 0 if x is None else x.data.ptr
 
 
 def keep_for_graph(*temporaries) -> None:
@@ -201,26 +210,27 @@ def _forward_sizes(problem: Problem, packed: int = 1):
     return sizes(problem, section)
 
 
-def _plan_forward(problem: Problem, q, k, v, out, lse) -> Plan:
+def _plan_forward(problem: Problem, q, k, v, out, lse, slopes) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
-    plan = _plan_hopper_forward(device, problem, q, k, v, out, lse) if path == "sm90" else None
-    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse)
+    plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes) if path == "sm90" else None
+    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes)
 
 
-def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan:
+def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes) -> Plan:
     float32_out = out.dtype == np.float32
     access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
     variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
     params = np.zeros(1, FORWARD_PARAMS)
     params["sizes"] = _forward_sizes(problem)
-    for name, x in zip(FORWARD_PARAMS.names, (q, k, v, out, lse)):
+    for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
         fill(params, name, x)
-    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_PARAMS.names[:-1])
+    fill_score(params, problem, slopes)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
 
 
-def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan | None:
+def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k or v."""
     if not all(map(tensor_map.possible, (q, k, v))):
         return None
@@ -248,8 +258,9 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse) -> Pl
     params["sizes"] = _forward_sizes(problem, group)
     fill(params, "out", out)
     fill(params, "lse", lse)
+    fill_score(params, problem, slopes)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
-    return Plan.of((launch,), params, ("q", "k", "v", target, "lse"))
+    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score"))
 
 
 def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple, int]:
@@ -260,19 +271,21 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
     return (heads, tiles, runs, all_runs, paired), all_runs
 
 
-def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
+def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, deterministic: bool) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90":
+    if path == "sm90" and problem.softcap is None and not problem.alibi:
         if choose.split(problem):
             plan = _plan_split_backward(device, problem, arrays, lse, dlse)
         else:
             plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, deterministic)
-    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, deterministic)
+    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, deterministic)
 
 
-def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan:
+def _plan_portable_backward(
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, deterministic: bool
+) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
     spec = main.spec
@@ -280,6 +293,7 @@ def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, lse, d
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
     params = np.zeros(1, BACKWARD_PARAMS)
     _fill_backward(params, problem, arrays, lse, dlse)
+    fill_score(params, problem, slopes)
     params["sizes"] = sizes(problem, _backward_section(problem))
     launches = (
         _launch_before(problem, choose.before_backward(main, out.dtype == np.float32, access)),
@@ -288,7 +302,7 @@ def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, lse, d
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
     workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns)
-    return Plan.of(launches, params, BACKWARD_PARAMS.names[:-1], workspace)
+    return Plan.of(launches, params, BACKWARD_POINTERS, workspace)
 
 
 def _backward_section(problem: Problem, share: int = L2_SHARE) -> int:

@@ -18,7 +18,8 @@ class Spec:
 
     def cpp(self) -> str:
         """Return the designated initialiser that names this spec in C++."""
-        body = ", ".join(f".{f.name}={_literal(getattr(self, f.name))}" for f in fields(self))
+        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        body = ", ".join(f".{name}={_literal(getattr(self, name))}" for name in given)
         return f"cupyflash::{type(self).__name__}{{{body}}}"
 
     @property
@@ -44,6 +45,8 @@ class ForwardSpec(Spec):
     q_in_registers: bool
     float32_out: bool
     access: int
+    softcap: bool = False
+    alibi: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -69,6 +72,8 @@ class HopperForwardSpec(Spec):
     packed: bool
     float32_out: bool
     access: int
+    softcap: bool = False
+    alibi: bool = False
 
     blocks_per_sm = 1
 
@@ -106,6 +111,8 @@ class BackwardSpec(Spec):
     blocks_per_sm: int
     deterministic: bool
     access: int
+    softcap: bool = False
+    alibi: bool = False
 
     @property
     def p_in_registers(self) -> bool:

@@ -15,13 +15,15 @@ ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("row", "i8"), ("head", "i8")
 ROW_ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "i8")], align=True)
 _COUNTS = "batch heads_q group seqlen_q seqlen_k head_dim head_dim_v low high section"
 SIZES = np.dtype([*((n, "i4") for n in _COUNTS.split()), ("scale", "f4"), ("scale_log2", "f4")], align=True)
+_SCORE = [("slopes", "u8"), ("batch", "i8"), ("head", "i8")]
+SCORE = np.dtype([*_SCORE, *((n, "f4") for n in ("inside", "cap", "per_cap")), ("diagonal", "i4")], align=True)
 FORWARD_PARAMS = np.dtype(
-    [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY), ("sizes", SIZES)], align=True
+    [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY), ("sizes", SIZES), ("score", SCORE)], align=True
 )
 BACKWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "dout", "out", "dq", "dk", "dv"))]
     + [*((n, ROW_ARRAY) for n in ("lse", "dlse", "delta"))]
-    + [("dq_sum", "u8"), ("turn", "u8"), ("sizes", SIZES)],
+    + [("dq_sum", "u8"), ("turn", "u8"), ("sizes", SIZES), ("score", SCORE)],
     align=True,
 )
 
@@ -29,9 +31,9 @@ ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "pai
 MAP = np.dtype(("u8", tensor_map.WORDS))
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries"],
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4"],
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644],
+        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score"],
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE],
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648],
         "itemsize": 704,
     }
 )
@@ -48,9 +50,12 @@ HOPPER_BACKWARD_PARAMS = np.dtype(
         "itemsize": _maps + 576,
     }
 )
-HOPPER_POINTERS = (*BACKWARD_PARAMS.names[:-1], "q_map", "k_map", "v_map", "dout_map")
+FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score")
+BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"),)
+HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map")
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
+LARGEST = float(np.finfo(np.float32).max)
 STATISTIC_TILE = 128  # kStatisticTile
 
 
@@ -65,6 +70,16 @@ def fill(params: np.ndarray, name: str, x) -> None:
         record = params[0][name]
         for field, step in zip(record.dtype.names[1:], steps(x)):
             record[field] = step
+
+
+def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:
+    """Write the field ``score``, but for the pointer."""
+    fill(params, "score", slopes)
+    params["score"]["diagonal"] = problem.diagonal
+    if problem.softcap is not None:
+        cap = problem.softcap * math.log2(math.e)
+        for name, value in (("inside", problem.scale / problem.softcap), ("cap", cap), ("per_cap", 1 / cap)):
+            params["score"][name] = min(max(value, -LARGEST), LARGEST)
 
 
 def sizes(problem: Problem, section: int) -> tuple:

@@ -41,6 +41,13 @@ __device__ __forceinline__ float hidden_score(const Sizes& s) { return s.scale_l
 // An lse in base 2; inf for a row that sees no key, so that its P is 0.
 __device__ __forceinline__ float lse_in_base_2(float lse) { return lse == -kInfinity ? kInfinity : lse * kLog2E; }
 
+struct Score {  // core/score.cuh
+  const float* slopes;
+  int64 batch, head;           // strides
+  float inside, cap, per_cap;  // scale / softcap, softcap in base 2, and its inverse
+  int diagonal;                // query i has the distance 0 from the key i + diagonal
+};
+
 struct Order {   // of the tiles of persistent blocks
   int heads;     // of one batch that have tiles of their own
   int tiles;     // of one head
@@ -53,6 +60,7 @@ struct ForwardParams {
   Array q, k, v, out;
   RowArray lse;
   Sizes sizes;
+  Score score;
 };
 
 struct BackwardParams {
@@ -64,6 +72,7 @@ struct BackwardParams {
   uint32* turn;   // deterministic: work counter, then one counter for each (batch, head, query tile), or for sm90
                   // for each (batch, head, 16-row block), of which each tile uses its first
   Sizes sizes;
+  Score score;
 };
 
 struct Matrix {  // one head of an array in global memory; stride in bytes

@@ -8,7 +8,7 @@ using uint32 = unsigned int;
 using uint64 = unsigned long long;
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.69314718055994531f;
 constexpr uint32 kFullWarp = 0xffffffffu;
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/epilogue.cuh"
+#include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
 #include "sm80/tile.cuh"
@@ -94,6 +95,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Work work = find_work(index, k_tiles, s.batch, heads_k, s.section, false);
 
   const Band band(s);
+  const ScoreChange<kSpec.softcap, kSpec.alibi> change = {p.score, s};
   const int first_key = work.tile * kBlockK;
   const Range keys = {first_key, min(first_key + kBlockK, s.seqlen_k) - 1};
   const Range seen = queries_of_any(band, keys), seen_by_all = queries_of_all(band, keys);
@@ -138,11 +140,20 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     product<T, kDim / 16>(prob, Left(k_tile, score_row), RightTransposed(q_tile(stage), score_col));
 
     const int first_query = tile * kBlockQ;
+    const float slope = change.slope(work.batch, head);
+    const auto place = [&](int t, int half) {  // of a key among the queries
+      return first_key + score_row + 16 * t + prob[0].row(half) - change.score.diagonal;
+    };
+    if constexpr (change.kAny)
+#pragma unroll
+      for (int t = 0; t < kScoreRows / 16; ++t)
+        change.apply(
+            prob[t], first_query + score_col, [&](int half) { return place(t, half); }, [&](int) { return slope; });
     const bool keys_exist = first_key + kBlockK <= s.seqlen_k;
     if (!keys_exist || first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last) {
 #pragma unroll
       for (int t = 0; t < kScoreRows / 16; ++t)
-        prob[t].hide(first_key + score_row + 16 * t, first_query + score_col, hidden_score(s),
+        prob[t].hide(first_key + score_row + 16 * t, first_query + score_col, change.hidden(),
                      [&](int key) { return band.queries(key); });
     }
 #pragma unroll
@@ -152,7 +163,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       for (int t = 0; t < kScoreRows / 16; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          prob[t].x[j][i] = exp2f(fmaf(prob[t].x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
+          prob[t].x[j][i] = exp2f(fmaf(prob[t].x[j][i], change.scale_log2(), i % 2 ? -lse.y : -lse.x));
     }
 
     Accumulator<kScoreCols> ds[kScoreRows / 16];
@@ -166,6 +177,17 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       for (int t = 0; t < kScoreRows / 16; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) ds[t].x[j][i] = prob[t].x[j][i] * (ds[t].x[j][i] - (i % 2 ? delta.y : delta.x));
+      if constexpr (kSpec.softcap) {
+        const int col = first_query + score_col + 8 * j + prob[0].col();
+        const float2 lse = statistics(stage).lse_of(score_col + 8 * j + prob[0].col());
+#pragma unroll
+        for (int t = 0; t < kScoreRows / 16; ++t)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float exponent = log2f(prob[t].x[j][i]) + (i % 2 ? lse.y : lse.x);
+            ds[t].x[j][i] *= change.derivative(exponent, slope, float(place(t, i / 2) - col - i % 2));
+          }
+      }
     }
 #pragma unroll
     for (int t = 0; t < kScoreRows / 16; ++t) ds_tile.template store<T>(ds[t], score_row + 16 * t, score_col);

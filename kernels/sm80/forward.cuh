@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/epilogue.cuh"
+#include "core/score.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -66,6 +67,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Matrix v = head_of(p.v, work.batch, work.head / s.group, s.seqlen_k, s.head_dim_v);
 
   const Band band(s);
+  const ScoreChange<kSpec.softcap, kSpec.alibi> change = {p.score, s};
+  const float slope = change.slope(work.batch, work.head);
   const int first_row = work.tile * kSpec.block_q, warp = warp_index(), warp_row = warp * kSpec.rows_per_warp();
   const int out_row = warp % kSpec.out_warps_q * kOutRows, out_col = warp / kSpec.out_warps_q * kOutCols;
   const Range rows = {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1};
@@ -126,6 +129,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       product<T, kSteps>(scores, Left(q_tile, warp_row), k_operand, load_values);
 
     const int first_key = tile * kSpec.block_k;
+    if constexpr (change.kAny)
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t)
+        change.apply(
+            scores[t], first_key,
+            [&](int half) { return first_row + warp_row + 16 * t + scores[t].row(half) + change.score.diagonal; },
+            [&](int) { return slope; });
     if (first_key < seen_by_all.first || first_key + kSpec.block_k - 1 > seen_by_all.last) {
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t)
@@ -139,7 +149,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         if (tile > tiles.first) load_tile<kThreads, kAccess>(k_tile(0), k, (tile - 1) * kSpec.block_k);
         commit_copies();
       }
-      softmax.weigh(scores, s.scale_log2, [&](const float (&factor)[kRowTiles][2]) {
+      softmax.weigh(scores, change.scale_log2(), [&](const float (&factor)[kRowTiles][2]) {
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) out[t].scale_rows(factor[t][0], factor[t][1]);
       });
@@ -147,7 +157,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     } else {
       float factors[kRowTiles][2];
       bool grew = false;
-      softmax.weigh(scores, s.scale_log2, [&](const float (&factor)[kRowTiles][2]) {
+      softmax.weigh(scores, change.scale_log2(), [&](const float (&factor)[kRowTiles][2]) {
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) factors[t][0] = factor[t][0], factors[t][1] = factor[t][1];
         grew = true;
@@ -177,7 +187,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     float inverse[2], lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      softmax.finish(t, half, s.scale, inverse[half], lse[half]);
+      softmax.finish(t, half, change.scale(), inverse[half], lse[half]);
       const int row = first_row + warp_row + 16 * t + out[0].row(half);
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && row < s.seqlen_q)
         p.lse.at(work.batch, work.head)[row * p.lse.row] = lse[half];

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/epilogue.cuh"
+#include "core/score.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -20,6 +21,7 @@ struct HopperForwardParams {
   Sizes sizes;
   Order order;
   int queries;  // of 64 rows: fewer where the rows are packed
+  Score score;
 };
 
 template <class T, HopperForwardSpec kSpec>
@@ -61,6 +63,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 
   const Sizes& s = p.sizes;
   const Band band(s);
+  const ScoreChange<kSpec.softcap, kSpec.alibi> change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
@@ -129,6 +132,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   OnlineSoftmax<1> softmax;
   int first_query;  // of the group
   Range seen_by_all = {};
+  const auto head_of_row = [&](const Work& work, int row) {
+    return kSpec.packed ? work.head * s.group + row % s.group : work.head;
+  };
   const auto query_of = [&](int row) { return first_query + (kSpec.packed ? row / s.group : row); };
 
   const auto issue_scores = [&] {  // q k^T
@@ -147,13 +153,18 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     for (int step = 0; step < kBlockK / 16; ++step) Wgmma<T, kDimV>::times(out[0].x, weights[step], v[step]);
     wgmma_commit();
   };
-  float factor[2];
+  float factor[2], slope[2] = {};
   const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
     const int first_key = tile * kBlockK;
+    if constexpr (kSpec.softcap || kSpec.alibi)
+      change.apply(
+          scores[0], first_key,
+          [&](int half) { return query_of(warp_row + scores[0].row(half)) + change.score.diagonal; },
+          [&](int half) { return slope[half]; });
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
       scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
     bool raised = false;  // of this warp: its out is not there yet, and to wait is for the warpgroup
-    softmax.weigh(scores, s.scale_log2, [&](const float (&by)[1][2]) {
+    softmax.weigh(scores, change.scale_log2(), [&](const float (&by)[1][2]) {
       factor[0] = by[0][0], factor[1] = by[0][1];
       raised = true;
     });
@@ -168,9 +179,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     float inverse[2], lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      softmax.finish(0, half, s.scale, inverse[half], lse[half]);
+      softmax.finish(0, half, change.scale(), inverse[half], lse[half]);
       const int row = warp_row + out[0].row(half), query = query_of(row);
-      const int head = kSpec.packed ? work.head * s.group + row % s.group : work.head;
+      const int head = head_of_row(work, row);
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && query < min(first_query + queries, s.seqlen_q))
         p.lse.at(work.batch, head)[query * p.lse.row] = lse[half];
     }
@@ -211,6 +222,10 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
               after = own.first - tiles.first;  // tiles of others, from the last one down
     softmax = {};
     out[0].clear();
+    if constexpr (kSpec.alibi)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        slope[half] = change.slope(work.batch, head_of_row(work, warp_row + out[0].row(half)));
     q_ring.wait(group);
     if (own.last >= own.first) {
       sit_out(before, true);
