@@ -209,6 +209,7 @@ NESTED = {
     structs.SIZES: "cupyflash::Sizes",
     structs.MAP: "cupyflash::TensorMap",
     structs.ORDER: "cupyflash::Order",
+    structs.SCORE: "cupyflash::Score",
 }
 
 
@@ -219,6 +220,7 @@ def test_struct_twins():
         "RowArray": structs.ROW_ARRAY,
         "Sizes": structs.SIZES,
         "Order": structs.ORDER,
+        "Score": structs.SCORE,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
