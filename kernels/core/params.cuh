@@ -1,6 +1,7 @@
 // The one argument of each kernel; NumPy twins in cupyflash/structs.py. Strides count elements.
 //
-// Conventions: lse is the natural logarithm in float32, -inf for a row that sees no key (its out is 0).
+// Conventions: lse is the natural logarithm in float32, the sink (-inf without one) for a row that sees no key, whose
+// out is 0.
 #pragma once
 
 #include "core/types.cuh"
@@ -48,6 +49,13 @@ struct Score {  // core/score.cuh
   int diagonal;                // query i has the distance 0 from the key i + diagonal
 };
 
+struct Sink {  // of each query head: a logit without a key, in the sums of all its rows; -inf, which adds 0, if no data
+  const float* data;
+  int64 head;
+
+  __device__ __forceinline__ float of(int h) const { return data == nullptr ? -kInfinity : data[h * head]; }
+};
+
 struct Order {   // of the tiles of persistent blocks
   int heads;     // of one batch that have tiles of their own
   int tiles;     // of one head
@@ -61,6 +69,7 @@ struct ForwardParams {
   RowArray lse;
   Sizes sizes;
   Score score;
+  Sink sink;
 };
 
 struct BackwardParams {
@@ -73,6 +82,8 @@ struct BackwardParams {
                   // for each (batch, head, 16-row block), of which each tile uses its first
   Sizes sizes;
   Score score;
+  Sink sink;
+  float* dsink;  // (heads_q)
 };
 
 struct Matrix {  // one head of an array in global memory; stride in bytes

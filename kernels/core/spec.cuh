@@ -93,6 +93,12 @@ struct HopperQueriesSpec {   // of the kernel of dq
   __device__ constexpr int copying_registers() const { return 24; }
 };
 
+struct SinkSpec {  // of the kernel of dsink
+  bool packed;     // delta as `statistic_of` says
+
+  __device__ constexpr int threads() const { return 1024; }
+};
+
 struct PrepareSpec {
   int head_dim, head_dim_v;
   bool packed;  // delta and lse as `statistic_of` says
