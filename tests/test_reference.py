@@ -176,7 +176,7 @@ def test_no_batch_axis():
         np.testing.assert_array_equal(alone, out[b])
         np.testing.assert_array_equal(alone_lse, lse[b])
         alone_gradients = reference.attention_backward(dout[b], q[b], k[b], v[b], out[b], lse[b], dlse=dlse[b])
-        for one, all_ in zip(alone_gradients, gradients):
+        for one, all_ in zip(alone_gradients[:3], gradients[:3]):
             np.testing.assert_allclose(one, all_[b], rtol=1e-14)
 
 
@@ -207,7 +207,7 @@ def test_cupy_equals_numpy(cuda):
     gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, causal=True)
     gradients_gpu = reference.attention_backward(on_gpu[3], *on_gpu[:3], out_gpu, lse_gpu, dlse=on_gpu[4], causal=True)
     for name, a, b in zip(
-        ("out", "lse", *gradients._fields), (out, lse, *gradients), (out_gpu, lse_gpu, *gradients_gpu)
+        ("out", "lse", *gradients._fields), (out, lse, *gradients[:3]), (out_gpu, lse_gpu, *gradients_gpu[:3])
     ):
         tools.assert_close(name, b.get(), a, 1e-12)
 
