@@ -344,7 +344,7 @@ def after_backward(main: Variant) -> Variant:
 
 def sink_gradient(before: Variant) -> Variant:
     """Return the kernel of dsink, of what `before` left."""
-    return Variant("any/sink.cuh", "sink_gradient", before.dtype, SinkSpec(before.spec.packed))
+    return Variant("any/sink.cuh", "sink_gradient", before.dtype, SinkSpec(32, before.spec.packed))
 
 
 def variants(capability: int) -> tuple[Variant, ...]:

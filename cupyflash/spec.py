@@ -198,9 +198,8 @@ class HopperQueriesSpec(Spec):
 class SinkSpec(Spec):
     """Of the kernel that computes dsink."""
 
+    warps: int
     packed: bool
-
-    threads = 1024
 
 
 @dataclass(frozen=True)

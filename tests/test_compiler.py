@@ -209,6 +209,8 @@ NESTED = {
     structs.SIZES: "cupyflash::Sizes",
     structs.MAP: "cupyflash::TensorMap",
     structs.ORDER: "cupyflash::Order",
+    structs.SCORE: "cupyflash::Score",
+    structs.SINK: "cupyflash::Sink",
 }
 
 
@@ -219,6 +221,8 @@ def test_struct_twins():
         "RowArray": structs.ROW_ARRAY,
         "Sizes": structs.SIZES,
         "Order": structs.ORDER,
+        "Score": structs.SCORE,
+        "Sink": structs.SINK,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
@@ -286,7 +290,7 @@ def test_a_wrong_struct_twin_is_seen(wrong):
 
 SPECS = (
     *(spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec),
-    *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec),
+    *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
 )
 
 
@@ -396,6 +400,7 @@ def some_variants(capability):
         hopper_backward(128, 80, dtype=other, access=2),
         hopper_backward(64, dtype=other, deterministic=True),
         hopper_backward(128, dtype=other, deterministic=True),
+        choose.sink_gradient(choose.before_backward(hopper_backward(64, dtype=dtype), False, 16)),
         *split_backward(256, dtype=dtype),
         *split_backward(192, 128, dtype=other, access=2),
         split_backward(64, 256, dtype=dtype)[0],
@@ -413,6 +418,7 @@ def some_variants(capability):
         choose.before_backward(main, True, 16),
         choose.before_backward(backward(37, dtype=other, access=2, limit=limit), False, 2),
         choose.after_backward(main),
+        choose.sink_gradient(choose.before_backward(main, True, 16)),
         *(on_hopper if capability == 90 else ()),
     ]
 

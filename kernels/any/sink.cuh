@@ -15,9 +15,10 @@ __device__ __forceinline__ float sum_of_warp(float x) {
 }
 
 template <class T, SinkSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads()) sink_gradient(const __grid_constant__ BackwardParams p) {
-  constexpr int kThreads = kSpec.threads(), kSteps = 4;  // loads that are on their way together
-  __shared__ float sums[32];
+__global__ void __launch_bounds__(32 * kSpec.warps) sink_gradient(const __grid_constant__ BackwardParams p) {
+  static_assert(kSpec.warps == 32);
+  constexpr int kThreads = 32 * kSpec.warps, kSteps = 4;  // steps: loads that are on their way together
+  __shared__ float sums[kSpec.warps];
   const Sizes& s = p.sizes;
   const int head = blockIdx.x;
   const float sink = p.sink.of(head);

@@ -94,9 +94,8 @@ struct HopperQueriesSpec {   // of the kernel of dq
 };
 
 struct SinkSpec {  // of the kernel of dsink
+  int warps;       // 32, so that one of them adds what all have summed
   bool packed;     // delta as `statistic_of` says
-
-  __device__ constexpr int threads() const { return 1024; }
 };
 
 struct PrepareSpec {
