@@ -21,7 +21,7 @@ struct RowArray {  // (batch, heads, seqlen)
 };
 
 // lse in base 2 and delta of 16 rows follow each other; the four rows of a lane, which has them as columns of two 8 x 8
-// blocks, are neighbours. Rows that do not exist or see no key have the lse inf: their P is 0, whatever they hold.
+// blocks, are neighbours. Rows that do not exist or have the lse -inf get inf: their P is 0, whatever they hold.
 constexpr int kStatisticTile = 128;  // rows are added up to a multiple
 __device__ __forceinline__ int64 statistic_of(int row) {
   return row / 16 * 32 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
@@ -39,7 +39,8 @@ struct Sizes {
 
 // What a hidden score becomes, so that its exponential is 0 whatever the sign of the scale.
 __device__ __forceinline__ float hidden_score(const Sizes& s) { return s.scale_log2 < 0.f ? kInfinity : -kInfinity; }
-// An lse in base 2; inf for a row that sees no key, so that its P is 0.
+// An lse in base 2; inf for a row that sees neither a key nor a sink, so that its P is 0. That of one that sees a sink
+// alone is 0 because all of its scores are hidden.
 __device__ __forceinline__ float lse_in_base_2(float lse) { return lse == -kInfinity ? kInfinity : lse * kLog2E; }
 
 struct Score {  // core/score.cuh
