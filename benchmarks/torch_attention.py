@@ -23,7 +23,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout):
-        return *cupyflash.attention_backward(dout, *ctx.saved_tensors, causal=ctx.causal), None
+        return *cupyflash.attention_backward(dout, *ctx.saved_tensors, causal=ctx.causal)[:3], None
 
 
 def attention(q, k, v, causal=False):

@@ -14,7 +14,19 @@ _plans: dict = {}  # signature of a call -> _Plan
 
 
 def attention(
-    q, k, v, /, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None, out=None, return_lse=False
+    q,
+    k,
+    v,
+    /,
+    *,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    sink=None,
+    out=None,
+    return_lse=False,
 ):
     """Exact attention: ``softmax(scale * q @ k.T) @ v`` for each batch and head.
 
@@ -51,6 +63,10 @@ def attention(
         ``window``: ``slope * abs(i + seqlen_k - seqlen_q - j)``, or ``slope * abs(i - j)`` with
         ``causal="upper_left"``. Of the dtype of ``lse``; slopes may be 0 or negative. Only (heads_q,) where
         ``batch`` is left out.
+    sink : array, shape (heads_q,), optional
+        Attention sink [5]_: one more logit in every row of a head, of no key and of no value, so that the
+        weights of the keys add up to less than 1. It is as given: no scale, ``softcap``, ALiBi or mask
+        changes it. Of the dtype of ``lse``, which includes it; -inf is no sink.
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v), optional
         Where to write the result, with the dtype of ``q``, or float32 when that is float16 or bfloat16
         (partial results to be merged by `merge_attention` then lose nothing). It must share no memory with
@@ -109,16 +125,20 @@ def attention(
                                                           x x
                                                           x x
 
-    A query that sees no key has ``out = 0`` and ``lse = -inf``, and so have all queries without any key.
+    A query that sees no key has ``out = 0`` and ``lse = -inf``, and so have all queries without any key. With
+    ``sink`` its ``lse`` is the sink.
 
     *Order.* First the scale, then ``softcap``, then ALiBi, then the masks. With s the scaled product of query
     i and key j, ``lse`` is that of the logits ``softcap * tanh(s / softcap) - slope * abs(i + diagonal - j)``,
-    -inf where the key is hidden.
+    -inf where the key is hidden, and of ``sink``. Partial results that are merged count every sink that they
+    were given: give it to one part.
 
     *NaN and infinity.* NaN in a query makes its own row NaN and no other. Work is done in tiles of
     neighbouring queries and keys, and tiles in which no query sees a key are skipped: NaN or infinity in
     their keys and values never reaches the result. From a tile that is computed, it may also reach queries
-    of the tile that do not see that key: their weight is 0, and 0 times NaN is NaN.
+    of the tile that do not see that key: their weight is 0, and 0 times NaN is NaN. A sink of inf takes all
+    the weight: ``out = 0``, ``lse = inf``. One of NaN makes ``lse`` of its head NaN, and ``out`` where a query
+    sees a key.
 
     *Dtypes.* float16, bfloat16 (`ml_dtypes.bfloat16`), float32 and float64 on the host, float16 and bfloat16
     on the GPU, all arrays alike: nothing is cast silently. Sums and statistics are float32 (float64 for
@@ -145,6 +165,7 @@ def attention(
        arXiv:2307.08691.
     .. [4] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases Enables Input
        Length Extrapolation", arXiv:2108.12409.
+    .. [5] OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925.
 
     Examples
     --------
@@ -159,6 +180,15 @@ def attention(
     array([0. , 0.5, 1. ], dtype=float32)
     >>> np.exp(lse).round(3)
     array([[[1., 2., 3.]]], dtype=float32)
+
+    A sink of 0 has the weight of one more of these keys, with the value 0:
+
+    >>> sink = np.zeros(1, np.float32)
+    >>> out, lse = cupyflash.attention(q, q, v, causal=True, sink=sink, return_lse=True)
+    >>> out.ravel().round(3)
+    array([0.   , 0.333, 0.75 ], dtype=float32)
+    >>> np.exp(lse).round(3)
+    array([[[2., 3., 4.]]], dtype=float32)
     """
     options = checks.options(causal, window, scale, softcap)
     checks.flag("return_lse", return_lse)
@@ -167,6 +197,8 @@ def attention(
         arrays["out"] = out
     if alibi_slopes is not None:
         arrays["alibi_slopes"] = alibi_slopes
+    if sink is not None:
+        arrays["sink"] = sink
     home = interop.home(arrays)
     with home.scope():
         views = home.views(arrays)
@@ -175,16 +207,16 @@ def attention(
             out, views["out"] = home.empty(*plan.results["out"])
         else:
             checks.result_memory(home, **views)
-        slopes = _slopes(home, plan, views)
+        slopes, sinks = _slopes(home, plan, views), views.pop("sink", None)
         lse = views["lse"] = None
         if return_lse:
             lse, views["lse"] = home.empty(*plan.results["lse"])
         if plan.empty:
-            _fill({"out": 0, "lse": -math.inf}, views)
+            _fill({"out": 0, "lse": -math.inf if sinks is None else sinks[:, None]}, views)
         else:
             out_view = views["out"]
             _gather(home, plan, views)
-            home.backend.forward(plan.problem, *_batched(plan, views), slopes)
+            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks)
             if views["out"] is not out_view:
                 out_view[...] = views["out"]
         return (home.give(out), home.give(lse)) if return_lse else home.give(out)
@@ -205,9 +237,10 @@ def attention_backward(
     scale=None,
     softcap=None,
     alibi_slopes=None,
+    sink=None,
     deterministic=False,
 ):
-    """Gradients of `attention` with respect to ``q``, ``k`` and ``v``.
+    """Gradients of `attention` with respect to ``q``, ``k``, ``v`` and ``sink``.
 
     The attention weights are computed again from ``lse``, tile by tile (FlashAttention-2 [1]_), so memory
     grows with the length, not with its square. With ``p = exp(scale * q @ k.T - lse)``:
@@ -215,8 +248,10 @@ def attention_backward(
     * ``dv = p.T @ dout``
     * ``ds = p * (dout @ v.T - sum(dout * out, axis=-1) + dlse)``
     * ``dq = scale * ds @ k`` and ``dk = scale * ds.T @ q``
+    * ``dsink = sum(exp(sink - lse) * (dlse - sum(dout * out, axis=-1)))``
 
-    where ``dk`` and ``dv`` are summed over the query heads that share a key head, in float32. With options,
+    where ``dk`` and ``dv`` are summed over the query heads that share a key head, in float32, and ``dsink`` over
+    the queries of all batches. With options,
     ``p = exp(logits - lse)`` of the logits of `attention`, and ``softcap`` multiplies ``ds`` by the derivative
     ``1 - tanh(scale * q @ k.T / softcap)**2``.
 
@@ -232,16 +267,19 @@ def attention_backward(
         As `attention` returned it with ``return_lse=True``.
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of ``lse``, with the dtype of ``lse``; 0 when left out.
-    causal, window, scale, softcap, alibi_slopes
+    causal, window, scale, softcap, alibi_slopes, sink
         As given to `attention`. No gradient of ``alibi_slopes`` is computed.
     deterministic : bool, default False
         Add everything in a fixed order, so that the same call always gives the same bits; slower on a GPU.
+        ``dsink`` is always added so.
 
     Returns
     -------
     AttentionGradients
-        Named tuple of ``dq``, ``dk`` and ``dv``: arrays with shape and dtype of ``q``, ``k`` and ``v``, of
-        their library. Gradients of a query that sees no key, and of a key that no query sees, are 0.
+        Named tuple of ``dq``, ``dk``, ``dv`` and ``dsink``: arrays with shape and dtype of ``q``, ``k``, ``v``
+        and ``sink``, of their library; ``dsink`` is None without ``sink``. Take them by name, or the first
+        three by ``dq, dk, dv, *_``: more fields may follow. Gradients of a query that sees no key, and of a
+        key that no query sees, are 0.
 
     Raises
     ------
@@ -266,8 +304,16 @@ def attention_backward(
     >>> q, k, v = np.ones((3, 1, 1, 1, 4), np.float32)
     >>> out, lse = cupyflash.attention(q, k, v, return_lse=True)
     >>> grads = cupyflash.attention_backward(np.full_like(out, 2), q, k, v, out, lse)
-    >>> [x.ravel().tolist() for x in grads]
+    >>> [x.ravel().tolist() for x in grads[:3]]
     [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0], [2.0, 2.0, 2.0, 2.0]]
+
+    A sink as large as its logit takes half of its weight, and has a gradient:
+
+    >>> sink = np.array([2], np.float32)
+    >>> out, lse = cupyflash.attention(q, k, v, sink=sink, return_lse=True)
+    >>> grads = cupyflash.attention_backward(np.full_like(out, 2), q, k, v, out, lse, sink=sink)
+    >>> grads.dv.ravel().tolist(), grads.dsink.tolist()
+    ([1.0, 1.0, 1.0, 1.0], [-2.0])
     """
     options = checks.options(causal, window, scale, softcap)
     checks.flag("deterministic", deterministic)
@@ -276,21 +322,26 @@ def attention_backward(
         arrays["dlse"] = dlse
     if alibi_slopes is not None:
         arrays["alibi_slopes"] = alibi_slopes
+    if sink is not None:
+        arrays["sink"] = sink
     home = interop.home(arrays)
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_backward, home.gpu, options, views)
-        slopes = _slopes(home, plan, views)
+        slopes, sinks = _slopes(home, plan, views), views.pop("sink", None)
         views.setdefault("dlse")
         grads = []
         for name, (shape, dtype) in plan.results.items():
             grad, views[name] = home.empty(shape, dtype)
             grads.append(grad)
+        dsink = views.pop("dsink", None)
         if plan.empty:
             _fill({"dq": 0, "dk": 0, "dv": 0}, views)
+            if dsink is not None:
+                dsink[...] = _gradient_of_all_weight(home, plan, sinks, views["dlse"])
         else:
             _gather(home, plan, views)
-            home.backend.backward(plan.problem, *_batched(plan, views), slopes, bool(deterministic))
+            home.backend.backward(plan.problem, *_batched(plan, views), slopes, sinks, dsink, bool(deterministic))
         return AttentionGradients(*map(home.give, grads))
 
 
@@ -328,6 +379,8 @@ def _plan_forward(gpu, options, views):
 def _plan_backward(gpu, options, views):
     problem = checks.backward(gpu, options, **views)
     results = {f"d{name}": (views[name].shape, checks.PLAIN_DTYPES[problem.dtype]) for name in "qkv"}
+    if problem.sink:
+        results["dsink"] = ((problem.heads_q,), checks.lse_dtype(problem.dtype))
     return _Plan(problem, problem.empty, views["q"].ndim == 4, _scattered(gpu, views), results)
 
 
@@ -335,7 +388,7 @@ def _scattered(gpu, views):
     for name, x in views.items():
         if gpu and x is not None and any(stride % x.itemsize for stride in x.strides):
             raise ValueError(f"{name} has strides {x.strides}; allowed: multiples of its {x.itemsize} bytes an element")
-    rows = {name: x for name, x in views.items() if gpu and name not in ("lse", "dlse", "alibi_slopes")}
+    rows = {name: x for name, x in views.items() if gpu and name not in ("lse", "dlse", "alibi_slopes", "sink")}
     return [name for name, x in rows.items() if x.shape[-1] > 1 and x.strides[-1] != x.itemsize]
 
 
@@ -360,4 +413,10 @@ def _batched(plan, views):
 def _fill(values, views):
     for name, value in values.items():
         if views[name] is not None:
-            views[name].fill(value)
+            views[name][...] = value
+
+
+def _gradient_of_all_weight(home, plan, sink, dlse):
+    """Gradient of sinks beside which there is no key: lse is the sink, if there is one, and out is 0."""
+    total = 0 if dlse is None else dlse.sum(axis=(0, 2) if plan.batched else 1)
+    return home.xp.where(sink == -math.inf, 0, total)

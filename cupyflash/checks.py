@@ -159,9 +159,9 @@ def given(problem) -> Problem:
     return replace(problem, **fields)
 
 
-def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None) -> Problem:
+def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None) -> Problem:
     """Problem of a forward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, alibi_slopes, q=q, k=k, v=v)
+    problem = _problem(gpu, options, alibi_slopes, sink, q=q, k=k, v=v)
     if out is not None:
         _check_out(problem, q, out)
         if _overlaps_itself(out):
@@ -172,9 +172,9 @@ def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None) -> Problem:
     return problem
 
 
-def backward(gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=None) -> Problem:
+def backward(gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=None, sink=None) -> Problem:
     """Problem of a backward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, alibi_slopes, q=q, k=k, v=v, dout=dout)
+    problem = _problem(gpu, options, alibi_slopes, sink, q=q, k=k, v=v, dout=dout)
     _check_out(problem, q, out)
     _check_shape("dout", dout, out.shape, "that of out")
     for name, x in (("lse", lse), ("dlse", dlse)):
@@ -183,7 +183,7 @@ def backward(gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=N
     return problem
 
 
-def _problem(gpu, options, slopes, *, q, k, v, **more):
+def _problem(gpu, options, slopes, sink, *, q, k, v, **more):
     arrays = {"q": q, "k": k, "v": v, **more}
     _check_dtypes(arrays)
     dtype = DTYPES[q.dtype]
@@ -216,6 +216,9 @@ def _problem(gpu, options, slopes, *, q, k, v, **more):
         )
     if slopes is not None:
         _check_slopes(dtype, slopes, (*batch, heads_q))
+    if sink is not None:
+        _check_lse_dtype(dtype, "sink", sink)
+        _check_shape("sink", sink, (heads_q,), "(heads_q,)")
     return Problem(
         dtype,
         *(batch or [1]),
@@ -229,6 +232,7 @@ def _problem(gpu, options, slopes, *, q, k, v, **more):
         *_band(options, seqlen_q, seqlen_k, slopes is not None),
         options.softcap,
         slopes is not None,
+        sink is not None,
     )
 
 

@@ -39,6 +39,7 @@ from .spec import (
     HopperKeysSpec,
     HopperQueriesSpec,
     PrepareSpec,
+    SinkSpec,
     Variant,
 )
 
@@ -344,6 +345,11 @@ def after_backward(main: Variant) -> Variant:
     return Variant("any/around_backward.cuh", "finish_backward", main.dtype, spec)
 
 
+def sink_gradient(before: Variant) -> Variant:
+    """Return the kernel of dsink, of what `before` left."""
+    return Variant("any/sink.cuh", "sink_gradient", before.dtype, SinkSpec(32, before.spec.packed))
+
+
 def variants(capability: int) -> tuple[Variant, ...]:
     """Return the kernels that devices of `capability` (80, 90, ...) choose: every row, dtype and option."""
     return tuple(dict.fromkeys(_variants(capability)))
@@ -375,7 +381,9 @@ def _variants(capability: int) -> Iterator[Variant]:
                         mains += (hopper_backward(long, access, False),)
                         yield after_backward(mains[-1])
                     yield from mains
-                    yield from dict.fromkeys(before_backward(main, False, access) for main in mains[::2])
+                    befores = dict.fromkeys(before_backward(main, False, access) for main in mains[::2])
+                    yield from befores
+                    yield from map(sink_gradient, befores)
             for access, deterministic in (*aligned, (16, True)):
                 try:
                     main = backward(problem, access, deterministic, limit, capability)
@@ -383,5 +391,6 @@ def _variants(capability: int) -> Iterator[Variant]:
                     continue
                 yield main
                 if not deterministic:
-                    yield before_backward(main, False, access)
+                    yield (before := before_backward(main, False, access))
+                    yield sink_gradient(before)
                     yield after_backward(main)

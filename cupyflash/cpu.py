@@ -20,10 +20,10 @@ TILE_KEYS = 512
 TILE_ROWS = 256
 
 
-def forward(problem, q, k, v, out, lse, slopes):
+def forward(problem, q, k, v, out, lse, slopes, sink):
     """Write attention to `out`, and its log-sum-exp to `lse` unless that is `None`."""
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes):
+        for stack in _stacks(problem, slopes, sink):
             keys, values = stack.fold(k), stack.fold(v)
             for rows in stack.row_blocks():
                 tile_out, tile_lse = _forward_rows(stack, rows, stack.fold_queries(q, rows), keys, values)
@@ -48,14 +48,20 @@ def _forward_rows(stack, rows, queries, keys, values):
         total += p.sum(axis=-2)
         weighted *= rescale[..., None]
         weighted += p.swapaxes(-1, -2) @ values[..., tile, :]
-    weighted /= np.where(total == 0, 1, total)[..., None]
-    return weighted, (highest + np.log(total))[..., None]
+    sink = stack.sinks(rows)
+    weighted /= np.where(total == 0, 1, total + np.exp(sink - highest))[..., None]
+    return weighted, np.logaddexp(highest + np.log(total), sink)[..., None]
 
 
-def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, deterministic):
-    """Write the gradients to `dq`, `dk` and `dv`; the order of the sums never varies, `deterministic` or not."""
+def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, sink, dsink, deterministic):
+    """Write `dq`, `dk`, `dv` and, unless it is `None`, `dsink`.
+
+    The order of the sums never varies, `deterministic` or not.
+    """
+    if dsink is not None:
+        dsink[...] = 0
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes):
+        for stack in _stacks(problem, slopes, sink):
             keys, values = stack.fold(k), stack.fold(v)
             dkeys, dvalues = np.zeros_like(keys), np.zeros_like(values)
             for rows in stack.row_blocks():
@@ -65,6 +71,8 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, determi
                 if dlse is not None:
                     delta -= stack.fold(_by_row(dlse), rows)[..., 0]
                 delta[row_lse == -np.inf] = 0  # no weight is left that dlse could move
+                if dsink is not None:
+                    stack.add_sink_gradient(dsink, rows, row_lse, delta)
                 dqueries = _backward_rows(stack, rows, queries, keys, values, douts, row_lse, delta, dkeys, dvalues)
                 stack.unfold(dqueries, dq, rows)
             stack.unfold(dkeys, dk)
@@ -103,7 +111,7 @@ def _by_row(lse):
     return lse.swapaxes(1, 2)[..., None]
 
 
-def _stacks(problem, slopes):
+def _stacks(problem, slopes, sink):
     """Every range of batch and key heads; short sequences are stacked until they fill a tile."""
     rows = max(1, min(problem.seqlen_q, TILE_ROWS // problem.group))
     heads = TILE_ROWS * TILE_KEYS // (rows * problem.group * min(problem.seqlen_k, TILE_KEYS))
@@ -111,7 +119,7 @@ def _stacks(problem, slopes):
     batch = max(1, min(problem.batch, heads // heads_k))
     for b in range(0, problem.batch, batch):
         for h in range(0, problem.heads_k, heads_k):
-            yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows, slopes)
+            yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows, slopes, sink)
 
 
 class _Queries(NamedTuple):
@@ -133,6 +141,7 @@ class _Stack:
     heads_k: slice
     rows: int
     slopes: np.ndarray | None  # (batch, heads_q), of all heads
+    sink: np.ndarray | None  # (heads_q,), of all heads
 
     @property
     def dtype(self):
@@ -197,6 +206,21 @@ class _Stack:
         """Those of these heads: `(batch, heads_k, 1, group, 1)`."""
         slopes = self.slopes[self.batch]
         return slopes.reshape(len(slopes), self.problem.heads_k, 1, -1, 1)[:, self.heads_k]
+
+    def sinks(self, rows):
+        """Those of the rows of a block: `(heads_k, group * rows)`; -inf where there are none."""
+        if self.sink is None:
+            return -np.inf
+        by_head = self.sink.reshape(self.problem.heads_k, -1)[self.heads_k]
+        return np.repeat(by_head, rows.stop - rows.start, axis=-1)
+
+    def add_sink_gradient(self, dsink, rows, lse, delta):
+        """Add to `dsink`, of all heads, the part of one block of queries."""
+        sink = self.sinks(rows)
+        # The sink has all the weight where lse is it, infinite ones included, whose difference is NaN.
+        part = np.where(lse == sink, 1, np.exp(sink - lse)) * delta
+        by_head = dsink.reshape(self.problem.heads_k, -1)[self.heads_k]
+        by_head -= part.reshape(*part.shape[:2], -1, rows.stop - rows.start).sum(axis=(0, 3))
 
     def _hidden(self, ahead):
         hidden = np.zeros(ahead.shape, bool)

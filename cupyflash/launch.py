@@ -105,34 +105,36 @@ class Plan:
         self.idle.append((words, arguments, address))
 
 
-def forward(problem: Problem, q, k, v, out, lse, slopes) -> None:
+def forward(problem: Problem, q, k, v, out, lse, slopes, sink) -> None:
     """Write ``out`` and, unless it is None, ``lse``."""
     if problem.scale < 0:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
-        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes)
-    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes))
+        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink)
+    pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
-    rows = tuple([None if x is None else x.strides for x in (lse, slopes)])
+    rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink)])
     device = cupy.cuda.runtime.getDevice()
     key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, out.itemsize)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes))
+        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink))
     plan.run(*pointers)
 
 
-def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, deterministic: bool) -> None:
-    """Write ``dq``, ``dk`` and ``dv``."""
+def backward(
+    problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, sink, dsink, deterministic: bool
+) -> None:
+    """Write ``dq``, ``dk``, ``dv`` and, unless it is None, ``dsink``, which is contiguous."""
     arrays = (q, k, v, dout, out, dq, dk, dv)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
-    slope_strides = None if slopes is None else slopes.strides
-    key = (problem, device, layouts, slope_strides, out.itemsize, deterministic)
+    by_head = tuple([None if x is None else x.strides for x in (slopes, sink)])
+    key = (problem, device, layouts, by_head, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, slopes, deterministic))
+        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, slopes, sink, deterministic))
     statistics, sum_size, turns = plan.workspace
     delta = cupy.empty(statistics, np.float32)
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
@@ -146,6 +148,8 @@ def backward(problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes
         _pointer(dq_sum),
         _pointer(turn),
         _pointer(slopes),
+        _pointer(sink),
+        _pointer(dsink),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
     )
 
@@ -210,14 +214,14 @@ def _forward_sizes(problem: Problem, packed: int = 1):
     return sizes(problem, section)
 
 
-def _plan_forward(problem: Problem, q, k, v, out, lse, slopes) -> Plan:
+def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
-    plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes) if path == "sm90" else None
-    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes)
+    plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink) if path == "sm90" else None
+    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink)
 
 
-def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes) -> Plan:
+def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink) -> Plan:
     float32_out = out.dtype == np.float32
     access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
     variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
@@ -227,10 +231,11 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slo
     for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
         fill(params, name, x)
     fill_score(params, problem, slopes)
+    fill(params, "sink", sink)
     return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
 
 
-def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes) -> Plan | None:
+def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k or v."""
     if not all(map(tensor_map.possible, (q, k, v))):
         return None
@@ -259,8 +264,9 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
     fill(params, "out", out)
     fill(params, "lse", lse)
     fill_score(params, problem, slopes)
+    fill(params, "sink", sink)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
-    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score"))
+    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score", "sink"))
 
 
 def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple, int]:
@@ -271,20 +277,20 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
     return (heads, tiles, runs, all_runs, paired), all_runs
 
 
-def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, deterministic: bool) -> Plan:
+def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, deterministic: bool) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
     if path == "sm90" and problem.softcap is None and not problem.alibi:
         if choose.split(problem):
-            plan = _plan_split_backward(device, problem, arrays, lse, dlse)
+            plan = _plan_split_backward(device, problem, arrays, lse, dlse, sink)
         else:
-            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, deterministic)
-    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, deterministic)
+            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, sink, deterministic)
+    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, sink, deterministic)
 
 
 def _plan_portable_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, deterministic: bool
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, deterministic: bool
 ) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
@@ -292,13 +298,15 @@ def _plan_portable_backward(
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
     params = np.zeros(1, BACKWARD_PARAMS)
-    _fill_backward(params, problem, arrays, lse, dlse)
+    _fill_backward(params, problem, arrays, lse, dlse, sink)
     fill_score(params, problem, slopes)
     params["sizes"] = sizes(problem, _backward_section(problem))
+    before = choose.before_backward(main, out.dtype == np.float32, access)
     launches = (
-        _launch_before(problem, choose.before_backward(main, out.dtype == np.float32, access)),
+        _launch_before(problem, before),
         Launch.of(main, blocks),
         _launch_after(problem, choose.after_backward(main)),
+        *_launch_sink(problem, before),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
     workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns)
@@ -328,12 +336,19 @@ def _launch_after(problem: Problem, after: Variant) -> Launch:
     return Launch.of(after, _blocks(-(-warps // after.spec.warps), 1))
 
 
+def _launch_sink(problem: Problem, before: Variant) -> tuple[Launch, ...]:
+    """A block sums one head, of what `before` left."""
+    return (Launch.of(choose.sink_gradient(before), problem.heads_q),) if problem.sink else ()
+
+
 def _statistic_rows(problem: Problem) -> int:
     """Rows of a head whose lse and delta are packed."""
     return -(-problem.seqlen_q // STATISTIC_TILE) * STATISTIC_TILE
 
 
-def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan | None:
+def _plan_hopper_backward(
+    device: int, problem: Problem, arrays: tuple, lse, dlse, sink, deterministic: bool
+) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout."""
     *copied, out, dq, dk, dv = arrays
     if not all(map(tensor_map.possible, copied)):
@@ -354,11 +369,12 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dls
     if cooperative:
         most = most // tiles * tiles
     params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem, L2_SHARE_SUMMED))
-    _fill_backward(params, problem, arrays, lse, dlse)
+    _fill_backward(params, problem, arrays, lse, dlse, sink)
     launches = (
         _launch_before(problem, before),
         Launch.of(main, min(most, runs), cooperative),
         _launch_after(problem, choose.after_backward(main)),
+        *_launch_sink(problem, before),
     )
     sum_size = _dq_sum_size(problem, spec)
     turns = 1 + pairs_q * -(-problem.seqlen_q // 16) if deterministic else 0
@@ -375,7 +391,7 @@ def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[i
     return True
 
 
-def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse) -> Plan | None:
+def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, sink) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout.
 
     No sum depends on the order in which blocks run, so that every call is deterministic.
@@ -396,16 +412,18 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     params["keys"], runs_k = _order(problem, problem.heads_k, tiles_k, most)
     params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
     params["sizes"] = sizes(problem, section)
-    _fill_backward(params, problem, arrays, lse, dlse)
+    _fill_backward(params, problem, arrays, lse, dlse, sink)
     launches = (
         _launch_before(problem, before),
         Launch.of(keys, min(most, runs_k)),
         Launch.of(queries, min(most, runs_q)),
+        *_launch_sink(problem, before),
     )
     return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
 
 
-def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse) -> None:
+def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, sink) -> None:
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
         fill(params, name, x)
+    fill(params, "sink", sink)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

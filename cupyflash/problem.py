@@ -28,6 +28,7 @@ class Problem:
     right: int | None = None
     softcap: float | None = None
     alibi: bool = False  # slopes are given
+    sink: bool = False  # sinks are given
 
     @property
     def group(self) -> int:

@@ -13,14 +13,17 @@ from . import checks
 
 
 class AttentionGradients(NamedTuple):
-    """Gradients of the inputs of an attention call."""
+    """Gradients of the inputs of an attention call; `None` of those that it did not have."""
 
     dq: object
     dk: object
     dv: object
+    dsink: object = None
 
 
-def attention(q, k, v, /, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None, return_lse=False):
+def attention(
+    q, k, v, /, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None, sink=None, return_lse=False
+):
     """Standard attention in float64.
 
     Takes the arguments of `cupyflash.attention`, except `out`.
@@ -29,7 +32,7 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, softcap=None
     ----------
     q, k, v : numpy.ndarray or cupy.ndarray
         `(batch, seqlen, heads, head_dim)`, or the same without `batch`.
-    causal, window, scale, softcap, alibi_slopes, return_lse
+    causal, window, scale, softcap, alibi_slopes, sink, return_lse
         As in `cupyflash.attention`.
 
     Returns
@@ -38,27 +41,41 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, softcap=None
         `(batch, seqlen_q, heads_q, head_dim_v)`, float64. A row that sees no key is 0.
     lse : ndarray
         Only with `return_lse`: natural logarithm of the sum of the exponentials,
-        `(batch, heads_q, seqlen_q)`, float64. A row that sees no key is -inf.
+        `(batch, heads_q, seqlen_q)`, float64. A row that sees no key is its sink, or -inf.
     """
     xp = _namespace(q)
     heads_k = k.shape[-2]
     logits, _ = _logits(xp, q, k, causal, window, scale, softcap, alibi_slopes)
-    no_key = xp.full((*logits.shape[:-1], 1), -math.inf)
-    highest = xp.concatenate([logits, no_key], axis=-1).max(axis=-1, keepdims=True)
-    highest = xp.where(highest == -math.inf, 0.0, highest)
+    sink = xp.broadcast_to(_sink(xp, sink, heads_k), (*logits.shape[:-1], 1))
+    highest = xp.concatenate([logits, sink], axis=-1).max(axis=-1, keepdims=True)
+    highest = xp.where((highest == -math.inf) | (sink == math.inf), 0.0, highest)
     weights = xp.exp(logits - highest)
-    total = weights.sum(axis=-1, keepdims=True)
-    empty = total == 0
-    p = weights / xp.where(empty, 1.0, total)
+    total = weights.sum(axis=-1, keepdims=True) + xp.exp(sink - highest)
+    empty = (logits == -math.inf).all(axis=-1, keepdims=True)
+    p = xp.where(empty, 0.0, weights / xp.where(empty, 1.0, total))
     out = _join(xp, p @ _split(xp, v, heads_k))
     if not return_lse:
         return out
-    lse = xp.where(empty, -math.inf, highest + xp.log(xp.where(empty, 1.0, total)))
+    lse = xp.where(empty, sink, highest + xp.log(xp.where(empty, 1.0, total)))
     return out, lse.reshape(*q.shape[:-3], q.shape[-2], q.shape[-3])
 
 
 def attention_backward(
-    dout, q, k, v, out, lse, /, *, dlse=None, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    /,
+    *,
+    dlse=None,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    sink=None,
 ):
     """Gradients of standard attention in float64, from their formulas.
 
@@ -68,7 +85,7 @@ def attention_backward(
     ----------
     dout : numpy.ndarray or cupy.ndarray
         Gradient of `out`.
-    q, k, v, causal, window, scale, softcap, alibi_slopes
+    q, k, v, causal, window, scale, softcap, alibi_slopes, sink
         As given to `attention`.
     out, lse : ndarray
         What `attention` returned for them.
@@ -78,7 +95,7 @@ def attention_backward(
     Returns
     -------
     AttentionGradients
-        `dq`, `dk` and `dv` in float64, shaped like `q`, `k` and `v`.
+        `dq`, `dk`, `dv` and, with `sink`, `dsink` in float64, shaped like `q`, `k`, `v` and `sink`.
     """
     xp = _namespace(q)
     heads_k = k.shape[-2]
@@ -91,13 +108,20 @@ def attention_backward(
     p = xp.where(lse == -math.inf, 0.0, xp.exp(logits - xp.where(lse == -math.inf, 0.0, lse)))
     dp = dout @ v.swapaxes(-1, -2)
     delta = (dout * out).sum(axis=-1, keepdims=True)
-    dp = dp + xp.where(lse == -math.inf, 0.0, dlse - delta)  # a row without keys has no weight to move
-    ds = derivative * p * dp
+    to_all = xp.where(lse == -math.inf, 0.0, dlse - delta)  # a row without keys has no weight to move
+    ds = derivative * p * (dp + to_all)
     dq = scale * ds @ k
     dk = scale * ds.swapaxes(-1, -2) @ q
     dv = p.swapaxes(-1, -2) @ dout
     dk, dv = (x.sum(axis=-3, keepdims=True) for x in (dk, dv))  # over the query heads that share a key head
-    return AttentionGradients(*(_join(xp, x) for x in (dq, dk, dv)))
+    dsink = None
+    if sink is not None:
+        logit = _sink(xp, sink, heads_k)
+        alone = lse == logit  # all the weight is the sink's, also where the difference of two infinities is NaN
+        weight = xp.exp(xp.where(alone, 0.0, logit) - xp.where(alone, 0.0, lse))
+        by_head = (weight * to_all).sum(axis=(-2, -1))
+        dsink = by_head.reshape(math.prod(by_head.shape[:-2]), sink.size).sum(axis=0)
+    return AttentionGradients(*(_join(xp, x) for x in (dq, dk, dv)), dsink)
 
 
 def visible(xp, seqlen_q, seqlen_k, causal=False, window=None):
@@ -138,6 +162,13 @@ def _logits(xp, q, k, causal, window, scale, softcap, alibi_slopes):
         slopes = alibi_slopes.astype(xp.float64).reshape(*alibi_slopes.shape[:-1], *logits.shape[-4:-2], 1, 1)
         logits = logits - slopes * abs(_ahead(xp, *lengths, causal))
     return xp.where(visible(xp, *lengths, causal, window), logits, -math.inf), derivative
+
+
+def _sink(xp, sink, heads_k):
+    """`(heads_k, group, 1, 1)`, or -inf."""
+    if sink is None:
+        return xp.asarray(-math.inf)
+    return sink.astype(xp.float64).reshape(heads_k, sink.size // max(1, heads_k), 1, 1)
 
 
 def _split(xp, x, heads_k):

@@ -195,6 +195,14 @@ class HopperQueriesSpec(Spec):
 
 
 @dataclass(frozen=True)
+class SinkSpec(Spec):
+    """Of the kernel that computes dsink."""
+
+    warps: int
+    packed: bool
+
+
+@dataclass(frozen=True)
 class PrepareSpec(Spec):
     """Of the two small kernels around the backward: delta before it, the conversion of dq after it."""
 

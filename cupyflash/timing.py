@@ -88,8 +88,10 @@ def passes(problem):
     q, k, v, dout = (normal(shape, DTYPES[problem.dtype], seed) for seed, shape in enumerate(shapes))
     out, gradients = cupy.empty_like(dout), [cupy.empty_like(x) for x in (q, k, v)]
     lse = cupy.empty((problem.batch, problem.heads_q, problem.seqlen_q), np.float32)
-    launch.forward(problem, q, k, v, out, lse, None)
+    launch.forward(problem, q, k, v, out, lse, None, None)
     return {
-        "forward": lambda: launch.forward(problem, q, k, v, out, lse, None),
-        "backward": lambda: launch.backward(problem, dout, q, k, v, out, lse, None, *gradients, None, False),
+        "forward": lambda: launch.forward(problem, q, k, v, out, lse, None, None),
+        "backward": lambda: launch.backward(
+            problem, dout, q, k, v, out, lse, None, *gradients, None, None, None, False
+        ),
     }

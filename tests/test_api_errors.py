@@ -232,6 +232,9 @@ def test_backward_dlse(no_backend):
         ("alibi_slopes", 0.5, TypeError),
         ("alibi_slopes", [0.5] * 4, TypeError),
         ("alibi_slopes", True, TypeError),
+        ("sink", 0.5, TypeError),
+        ("sink", [0.5] * 4, TypeError),
+        ("sink", True, TypeError),
         ("return_lse", 1, TypeError),
         ("return_lse", None, TypeError),
     ],
@@ -307,13 +310,43 @@ def test_slopes_without_batch(no_backend):
     refused(ValueError, words, cupyflash.attention, *[x[0] for x in arrays()], alibi_slopes=np.ones((2, 4), F32))
 
 
-def test_strides_of_slopes_on_the_gpu():
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (lambda: np.ones(3, F32), ValueError, ["shape (3,)", "(4,), (heads_q,)"]),
+        (lambda: np.ones(2, F32), ValueError, ["shape (2,)", "(4,)"]),  # as many as k has
+        (lambda: np.ones((2, 4), F32), ValueError, ["shape (2, 4)", "(4,)"]),  # not of each batch
+        (lambda: np.ones((1, 4), F32), ValueError, ["shape (1, 4)", "(4,)"]),
+        (lambda: np.ones((), F32), ValueError, ["shape ()", "(4,)"]),
+        (lambda: np.ones(4), TypeError, ["dtype float64", "float32 for dtype float32"]),
+        (lambda: np.ones(4, np.float16), TypeError, ["dtype float16", "float32"]),
+        (lambda: np.ones(4, int), TypeError, ["dtype int64", "float32"]),
+        (lambda: np.ones(4, ">f4"), TypeError, ["dtype >f4", "float32"]),
+    ],
+)
+def test_sink(no_backend, make, error, words):
+    words = [f"sink has {words[0]}", *words[1:]]
+    refused(error, words, cupyflash.attention, *arrays(), sink=make())
+    refused(error, words, cupyflash.attention_backward, *backward_arguments(), sink=make())
+
+
+@pytest.mark.parametrize("dtype, allowed", [("float16", "float32"), (BF16, "float32"), ("float64", "float64")])
+def test_dtype_of_sink(dtype, allowed):
+    """That of lse."""
+    args = arrays(dtype=dtype)
+    cupyflash.attention(*args, sink=np.ones(4, allowed))
+    for other in {"float16", "float32", "float64"} - {allowed}:
+        refused(TypeError, f"allowed: {allowed}", cupyflash.attention, *args, sink=np.ones(4, other))
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sink"])
+def test_strides_by_head_on_the_gpu(name):
     """Any, but of whole elements."""
     scattered = sys.modules["cupyflash.attention"]._scattered
     odd = np.lib.stride_tricks.as_strided(np.zeros(5, F32), (4,), (5,))
-    with pytest.raises(ValueError, match=r"alibi_slopes has strides \(5,\); allowed: multiples of its 4 bytes"):
-        scattered(True, {"alibi_slopes": odd})
-    assert not scattered(True, {"alibi_slopes": np.ones((4, 2), F32).T})
+    with pytest.raises(ValueError, match=name + r" has strides \(5,\); allowed: multiples of its 4 bytes"):
+        scattered(True, {name: odd})
+    assert not scattered(True, {name: np.ones((4, 2), F32).T})
 
 
 def test_a_right_array_in_another_place():
@@ -324,6 +357,13 @@ def test_a_right_array_in_another_place():
     args = backward_arguments()
     cupyflash.attention_backward(*args, dlse=args[5])
     refused(ValueError, "alibi_slopes has shape", cupyflash.attention_backward, *args, alibi_slopes=args[5])
+    refused(ValueError, "sink has shape", cupyflash.attention_backward, *args, sink=args[5])
+    one = np.ones(4, F32)
+    out, lse = cupyflash.attention(*args[1:4], alibi_slopes=one, return_lse=True)
+    with_sink, sink_lse = cupyflash.attention(*args[1:4], sink=one, return_lse=True)
+    assert (out != with_sink).any() and (lse != sink_lse).any()
+    assert cupyflash.attention_backward(*args, alibi_slopes=one).dsink is None
+    assert cupyflash.attention_backward(*args, sink=one).dsink.shape == (4,)
 
 
 def test_deterministic_is_a_switch(no_backend):
@@ -437,13 +477,14 @@ def test_out_overlaps_inputs():
         np.testing.assert_array_equal(x, y)
 
 
-def test_out_overlaps_slopes():
+@pytest.mark.parametrize("name", ["alibi_slopes", "sink"])
+def test_out_overlaps_what_a_head_has(name):
     q, k, v = arrays()
     memory = np.zeros(q.size + 4, F32)
     out = memory[:-4].reshape(q.shape)
-    assert cupyflash.attention(q, k, v, out=out, alibi_slopes=memory[-4:]) is out
-    for slopes in (memory[2:6], memory[-5:-1], memory[::48][:4]):
-        refused(ValueError, "memory with alibi_slopes", cupyflash.attention, q, k, v, out=out, alibi_slopes=slopes)
+    assert cupyflash.attention(q, k, v, out=out, **{name: memory[-4:]}) is out
+    for given in (memory[2:6], memory[-5:-1], memory[::48][:4]):
+        refused(ValueError, f"memory with {name}", cupyflash.attention, q, k, v, out=out, **{name: given})
 
 
 def test_out_may_lie_between_the_inputs():
@@ -508,8 +549,9 @@ def test_band(seqlen_q, seqlen_k):
 def test_equal_problems_are_equal():
     q, k, _ = arrays((1, 7, 1, 8), (1, 7, 1, 8))
 
-    def problem(causal=False, window=None, scale=None, softcap=None, slopes=None):
-        return checks.forward(False, checks.options(causal, window, scale, softcap), q=q, k=k, v=k, alibi_slopes=slopes)
+    def problem(causal=False, window=None, scale=None, softcap=None, slopes=None, sink=None):
+        options = checks.options(causal, window, scale, softcap)
+        return checks.forward(False, options, q=q, k=k, v=k, alibi_slopes=slopes, sink=sink)
 
     assert problem() == problem(window=(None, None)) == problem(window=(6, 6)) == problem(scale=8**-0.5)
     assert problem(window=(2**31 - 1, 2**31 - 1)) == problem()
@@ -520,6 +562,8 @@ def test_equal_problems_are_equal():
     assert problem(softcap=2) == problem(softcap=np.float16(2)) != problem() == problem(softcap=None)
     one, two = np.ones(1, F32), np.zeros((1, 1), F32)
     assert problem(slopes=one) == problem(slopes=two) != problem() and problem(slopes=one).alibi
+    assert problem(sink=one) == problem(sink=two[0]) != problem() and problem(sink=one).sink
+    assert problem(sink=one) != problem(slopes=one) != problem(slopes=one, sink=one)
 
 
 @pytest.mark.parametrize("causal, diagonal", [(False, 4), (True, 4), ("upper_left", 0)])
@@ -540,7 +584,7 @@ def test_no_batch():
     np.testing.assert_array_equal(one_lse, lse[1])
     grads = cupyflash.attention_backward(out, q, k, v, out, lse, causal=True)
     one_grads = cupyflash.attention_backward(one, q[1], k[1], v[1], one, one_lse, dlse=None, causal=True)
-    for grad, one_grad in zip(grads, one_grads, strict=True):
+    for grad, one_grad in zip(grads[:3], one_grads[:3], strict=True):
         np.testing.assert_array_equal(one_grad, grad[1])
 
 
@@ -558,7 +602,7 @@ def test_empty(no_backend, monkeypatch, q, k, causal):
     assert result is out and not out.any() and np.isneginf(lse).all()
     assert lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
     grads = cupyflash.attention_backward(out, q, k, v, out, lse, dlse=lse, causal=causal)
-    for grad, x in zip(grads, (q, k, v), strict=True):
+    for grad, x in zip(grads[:3], (q, k, v), strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype and not grad.any()
 
 

@@ -56,7 +56,7 @@ def test_lse_gradient_is_not_ignored(backend1):
     zeros = backend1.xp.zeros_like(x.dlse)
     of_zeros = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, dlse=zeros, deterministic=True)
     without = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, deterministic=True)
-    assert all(map(tools.same_bits, of_zeros, without))
+    assert all(map(tools.same_bits, of_zeros[:3], without[:3]))
 
 
 @pytest.mark.parametrize("head_dim", [64, 192])
@@ -67,7 +67,7 @@ def test_float32_out(backend16, head_dim):
     out, lse = cupyflash.attention(*x.qkv, out=out, return_lse=True)
     gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse)
     right = tools.expectation(backend16, *x.qkv, x.dout)
-    for name, gradient in gradients._asdict().items():
+    for name, gradient in tools.named(gradients).items():
         tools.assert_close(name, backend16.host(gradient), *right[name])
 
 

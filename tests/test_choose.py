@@ -412,6 +412,11 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             ),
         ),
         (
+            choose.sink_gradient(choose.before_backward(choose.hopper_backward(problem(64), 4, False), True, 2)),
+            "any/sink.cuh",
+            "cupyflash::sink_gradient<cupyflash::bfloat16, cupyflash::SinkSpec{.warps=32, .packed=true}>",
+        ),
+        (
             choose.before_backward(choose.hopper_backward(problem(64), 4, False), True, 2),
             "any/around_backward.cuh",
             "cupyflash::prepare_backward<cupyflash::bfloat16, cupyflash::PrepareSpec"
@@ -476,7 +481,7 @@ def test_variants(capability):
     assert {variant.dtype for variant in variants} == {"float16", "bfloat16"} - (
         {"bfloat16"} if capability < 80 else set()
     )
-    templates = {"forward", "backward", "prepare_backward", "finish_backward"}
+    templates = {"forward", "backward", "prepare_backward", "finish_backward", "sink_gradient"}
     on_hopper = {"hopper_forward", "hopper_backward", "hopper_keys", "hopper_queries"}
     assert {variant.template for variant in variants} == templates | (on_hopper if capability == 90 else set())
     assert len(set(variants)) == len(variants)

@@ -23,7 +23,7 @@ needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.n
 KERNELS = compiler.kernel_dir()
 HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
 TOP_HEADERS = (
-    *("any/around_backward.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
+    *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
 )
 LIMIT = 232448
@@ -210,6 +210,7 @@ NESTED = {
     structs.MAP: "cupyflash::TensorMap",
     structs.ORDER: "cupyflash::Order",
     structs.SCORE: "cupyflash::Score",
+    structs.SINK: "cupyflash::Sink",
 }
 
 
@@ -221,6 +222,7 @@ def test_struct_twins():
         "Sizes": structs.SIZES,
         "Order": structs.ORDER,
         "Score": structs.SCORE,
+        "Sink": structs.SINK,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
@@ -288,7 +290,7 @@ def test_a_wrong_struct_twin_is_seen(wrong):
 
 SPECS = (
     *(spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec),
-    *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec),
+    *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
 )
 
 
@@ -398,6 +400,7 @@ def some_variants(capability):
         hopper_backward(128, 80, dtype=other, access=2),
         hopper_backward(64, dtype=other, deterministic=True),
         hopper_backward(128, dtype=other, deterministic=True),
+        choose.sink_gradient(choose.before_backward(hopper_backward(64, dtype=dtype), False, 16)),
         *split_backward(256, dtype=dtype),
         *split_backward(192, 128, dtype=other, access=2),
         split_backward(64, 256, dtype=dtype)[0],
@@ -415,6 +418,7 @@ def some_variants(capability):
         choose.before_backward(main, True, 16),
         choose.before_backward(backward(37, dtype=other, access=2, limit=limit), False, 2),
         choose.after_backward(main),
+        choose.sink_gradient(choose.before_backward(main, True, 16)),
         *(on_hopper if capability == 90 else ()),
     ]
 

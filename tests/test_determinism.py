@@ -34,7 +34,7 @@ def test_repeated(backend1, heads_q, heads_k, head_dim, options):
         again, lse_again = cupyflash.attention(*x.qkv, return_lse=True, **options)
         assert tools.same_bits(again, out) and tools.same_bits(lse_again, lse)
         repeated = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, dlse=x.dlse, deterministic=True, **options)
-        assert all(map(tools.same_bits, repeated, gradients))
+        assert all(map(tools.same_bits, repeated[:3], gradients[:3]))
 
 
 def test_not_deterministic_is_within_rounding(backend1):
@@ -44,7 +44,7 @@ def test_not_deterministic_is_within_rounding(backend1):
     right = tools.expectation(backend1, *x.qkv, x.dout, causal=True)
     for deterministic in (True, False, False, False):
         gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, causal=True, deterministic=deterministic)
-        for name, gradient in gradients._asdict().items():
+        for name, gradient in tools.named(gradients).items():
             tools.assert_close(name, backend1.host(gradient), *right[name])
 
 
@@ -65,14 +65,14 @@ def test_many_batches(cuda, deterministic):
     xp = cuda.xp
     for _ in range(50):
         again = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, deterministic=deterministic)
-        for a, b in zip(first, again):
+        for a, b in zip(first[:3], again[:3]):
             if deterministic:
                 assert bool((a.view("u2") == b.view("u2")).all())
             else:
                 difference = float(xp.abs(a.astype("f4") - b.astype("f4")).max())
                 assert difference <= 8 * cuda.eps * float(xp.abs(a.astype("f4")).max())
     right = tools.expectation(cuda, x.q[:4], x.k[:4], x.v[:4], x.dout[:4])
-    for name, gradient in first._asdict().items():
+    for name, gradient in tools.named(first).items():
         tools.assert_close(name, cuda.host(gradient[:4]), *right[name])
 
 
@@ -84,6 +84,6 @@ def test_shared_memory_of_others(cuda):
         for _ in range(2):
             out, lse = cupyflash.attention(*x.qkv, causal=True, return_lse=True)
             gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, causal=True, deterministic=True)
-            results.append((out, lse, *gradients))
+            results.append((out, lse, *gradients[:3]))
             cuda.poison()
         assert all(map(tools.same_bits, *results))

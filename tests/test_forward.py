@@ -79,7 +79,7 @@ def test_without_batch(backend1):
         gradients_b = cupyflash.attention_backward(
             x.dout[b], *alone, out_b, lse_b, dlse=x.dlse[b], causal=True, deterministic=True
         )
-        for one, all_ in zip(gradients_b, gradients):
+        for one, all_ in zip(gradients_b[:3], gradients[:3]):
             assert tools.same_bits(one, all_[b])
 
 
@@ -137,7 +137,7 @@ def test_no_batch_or_no_heads(backend1, batch, heads):
     arrays = [backend1.normal((batch, 4, heads, 64)) for _ in range(4)]
     out, lse = cupyflash.attention(*arrays[:3], return_lse=True)
     assert out.shape == (batch, 4, heads, 64) and lse.shape == (batch, heads, 4)
-    for gradient in cupyflash.attention_backward(arrays[3], *arrays[:3], out, lse):
+    for gradient in cupyflash.attention_backward(arrays[3], *arrays[:3], out, lse)[:3]:
         assert gradient.shape == (batch, 4, heads, 64)
 
 

@@ -169,7 +169,7 @@ def paths_of_a_call(monkeypatch):
         results = {"out": out, "lse": lse}
         if dout is not None:
             options["deterministic"] = deterministic
-            results |= cupyflash.attention_backward(dout, q, k, v, out, lse, **options)._asdict()
+            results |= tools.named(cupyflash.attention_backward(dout, q, k, v, out, lse, **options))
         return results, [path_of[plan.words.nbytes] for plan in launch._plans.values()]
 
     return run

@@ -13,6 +13,7 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
+from tools import named
 
 import cupyflash
 from cupyflash import interop
@@ -33,9 +34,9 @@ def inputs(dtype="float32"):
 
 
 def results(dout, q, k, v, **options):
-    """out, lse, dq, dk, dv"""
+    """out, lse, dq, dk, dv and, with a sink, dsink"""
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
-    return [out, lse, *cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=lse, **options)]
+    return [out, lse, *named(cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=lse, **options)).values()]
 
 
 def assert_same(got, expected):
@@ -210,6 +211,31 @@ def test_slopes_of_a_library(name, dtype, shape):
     assert_same(map(to_numpy, got), results(*args, softcap=2, alibi_slopes=slopes))
 
 
+@pytest.mark.parametrize("name, dtype", CASES)
+def test_sink_of_a_library(name, dtype):
+    args = inputs(dtype)
+    sink = normal(4, "float64" if dtype == "float64" else "float32")
+    theirs = [from_numpy(name, x) for x in (*args, sink)]
+    *arrays, given = theirs
+    for options in ({"causal": True}, {"softcap": 2}):
+        got = results(*arrays, sink=given, **options)
+        assert len(got) == 6 and all(type(x) is type(theirs[0]) for x in got)
+        assert_same(map(to_numpy, got), results(*args, sink=sink, **options))
+    assert_same(map(to_numpy, theirs), (*args, sink))
+
+
+@pytest.mark.parametrize("name", ["torch", "jax", "library"])
+def test_sink_without_keys(name):
+    dout, q, k, v = inputs()
+    sink = normal(4)
+    theirs = [from_numpy(name, x) for x in (dout, q, k[:, :0], v[:, :0])]
+    got = results(*theirs, sink=from_numpy(name, sink))
+    assert all(type(x) is type(theirs[0]) for x in got)
+    lse, dsink = to_numpy(got[1]), to_numpy(got[-1])
+    assert_same([lse], [np.broadcast_to(sink[:, None], (2, 4, 5))])
+    np.testing.assert_allclose(dsink, 10 * sink, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["torch", "library"])
 def test_no_copy(name, monkeypatch):
     """The backend works in the memory of the caller's arrays."""
@@ -257,6 +283,8 @@ def test_libraries_do_not_mix(first, second):
     with pytest.raises(TypeError, match=f"alibi_slopes is in {names[second]}"):
         slopes = from_numpy(second, normal(4))
         cupyflash.attention(*[from_numpy(first, x) for x in (q, k, v)], alibi_slopes=slopes)
+    with pytest.raises(TypeError, match=f"sink is in {names[second]}"):
+        cupyflash.attention(*[from_numpy(first, x) for x in (q, k, v)], sink=from_numpy(second, normal(4)))
 
 
 def test_library_without_namespace():
@@ -360,6 +388,8 @@ def test_torch_requires_grad():
     slopes = torch.ones(4, requires_grad=True)
     with pytest.raises(ValueError, match="alibi_slopes requires grad"):
         cupyflash.attention(*[x.detach() for x in (q, k, v)], alibi_slopes=slopes)
+    with pytest.raises(ValueError, match=r"sink requires grad.*sink\.detach\(\)"):
+        cupyflash.attention(*[x.detach() for x in (q, k, v)], sink=slopes)
     with torch.no_grad():
         assert_same(map(to_numpy, results(dout, q, k, v)), expected)
     with torch.inference_mode():
@@ -626,7 +656,7 @@ def gpu_results(dout, q, k, v, **options):
     """`results`, and the same bits each time."""
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
     backward = cupyflash.attention_backward
-    return [out, lse, *backward(dout, q, k, v, out, lse, dlse=lse, deterministic=True, **options)]
+    return [out, lse, *named(backward(dout, q, k, v, out, lse, dlse=lse, deterministic=True, **options)).values()]
 
 
 def assert_same_bits(got, expected):
@@ -748,6 +778,11 @@ def test_gpu_empty(cupy):
     assert not out.any() and cupy.isneginf(lse).all()
     grads = cupyflash.attention_backward(out, q, k[:, :0], v[:, :0], out, lse)
     assert grads.dk.shape == (2, 0, 2, 64) and not grads.dq.any()
+    sink = cupy.arange(4, dtype="float32")
+    out, lse = cupyflash.attention(q, k[:, :0], v[:, :0], return_lse=True, sink=sink)
+    assert not out.any() and (lse == sink[:, None]).all()
+    grads = cupyflash.attention_backward(out, q, k[:, :0], v[:, :0], out, lse, dlse=lse, sink=sink)
+    assert (grads.dsink == 2 * q.shape[1] * sink).all() and not grads.dq.any()
     grads = cupyflash.attention_backward(out[:, :0], q[:, :0], k, v, out[:, :0], lse[..., :0])
     assert not grads.dk.any() and not grads.dv.any()
 
@@ -872,21 +907,25 @@ def test_gpu_not_current(cupy):
 
 
 @pytest.mark.gpu
-def test_gpu_graph(cupy):
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_gpu_graph(cupy, with_sink):
     """flashinfer-ai/flashinfer#4609: a warm call can be captured, and the graph reads the buffers anew."""
     args = gpu_inputs(cupy)
+    options = {"sink": cupy.zeros(4, "float32")} if with_sink else {}
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        gpu_results(*args)
+        gpu_results(*args, **options)
         stream.begin_capture()
-        got = gpu_results(*args)
+        got = gpu_results(*args, **options)
         graph = stream.end_capture()
         for seed in range(2):
             args[1][...] = to_cupy(normal(args[1].shape, "float16", 10 + seed), cupy)
+            if with_sink:
+                options["sink"][...] = to_cupy(normal(4, seed=20 + seed), cupy)
             graph.launch(stream)
             stream.synchronize()
             captured = [x.copy() for x in got]
-            assert_same_bits(captured, gpu_results(*args))
+            assert_same_bits(captured, gpu_results(*args, **options))
 
 
 @pytest.mark.gpu
@@ -898,7 +937,7 @@ def test_gpu_graph_of_blocks_that_wait_for_each_other(cupy, causal):
 
     def results():
         out, lse = cupyflash.attention(q, k, v, causal=causal, return_lse=True)
-        return cupyflash.attention_backward(dout, q, k, v, out, lse, causal=causal, deterministic=True)
+        return cupyflash.attention_backward(dout, q, k, v, out, lse, causal=causal, deterministic=True)[:3]
 
     with stream:
         results()

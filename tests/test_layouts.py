@@ -14,7 +14,7 @@ def both_passes(backend, x, **options):
     """Results of a case, deterministic so that they can be compared bit for bit."""
     out, lse = cupyflash.attention(*x.qkv, return_lse=True, **options)
     gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, dlse=x.dlse, deterministic=True, **options)
-    return {"out": out, "lse": lse, **gradients._asdict()}
+    return {"out": out, "lse": lse, **tools.named(gradients)}
 
 
 @ALL_LAYOUTS
@@ -57,8 +57,8 @@ def test_results_of_a_backend_in_a_layout(backend1, layout):
     out, lse, *gradients = (guard.array for guard in guards.values())
     dlse = tools.Guarded(backend1, x.dlse.shape, backend1.lse_dtype, lse_layout).array
     dlse[...] = x.dlse
-    backend1.module.forward(problem, *x.qkv, out, lse, None)
-    backend1.module.backward(problem, x.dout, *x.qkv, out, lse, dlse, *gradients, None, True)
+    backend1.module.forward(problem, *x.qkv, out, lse, None, None)
+    backend1.module.backward(problem, x.dout, *x.qkv, out, lse, dlse, *gradients, None, None, None, True)
     right = tools.expectation(backend1, *x.qkv, x.dout, x.dlse, causal=True)
     for name, guard in guards.items():
         guard.check()
@@ -93,7 +93,7 @@ def test_one_offset_after_another(backend16, float32_out):
             dout, q, k, v, out = case.values()
             _, lse = cupyflash.attention(q, k, v, out=out, return_lse=True)
             gradients = cupyflash.attention_backward(dout, q, k, v, out, lse)
-            for key, result in {"out": out, "lse": lse, **gradients._asdict()}.items():
+            for key, result in {"out": out, "lse": lse, **tools.named(gradients)}.items():
                 tools.assert_close(key, backend16.host(result), *right[key])
 
 
@@ -105,12 +105,12 @@ def test_broadcast_dout(backend1):
     broadcast = backend1.xp.broadcast_to(ones[:1, :1, :1, :1], ones.shape)
     expected = cupyflash.attention_backward(ones, *x.qkv, out, lse, deterministic=True)
     got = cupyflash.attention_backward(broadcast, *x.qkv, out, lse, deterministic=True)
-    assert all(map(tools.same_bits, got, expected))
+    assert all(map(tools.same_bits, got[:3], expected[:3]))
     expected = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, deterministic=True)
     joined = backend1.xp.concatenate([ones, x.dout, ones], axis=3)
     for dout in (laid_out(backend1, x.dout, LAYOUTS["last axis slow"]), joined[..., 8:16]):
         got = cupyflash.attention_backward(dout, *x.qkv, out, lse, deterministic=True)
-        assert all(map(tools.same_bits, got, expected))
+        assert all(map(tools.same_bits, got[:3], expected[:3]))
 
 
 def test_broadcast_inputs(backend1):

@@ -81,7 +81,7 @@ def test_sequence_major_keys(cuda):
     for b in (0, 1, 350, 698, 699):
         one = slice(b, b + 1)
         right = tools.expectation(cuda, x.q[one], k[one], v[one], x.dout[one])
-        for name, result in {"out": out, "lse": lse, **gradients._asdict()}.items():
+        for name, result in {"out": out, "lse": lse, **tools.named(gradients)}.items():
             tools.assert_close(name, cuda.host(result[one]), *right[name])
 
 
@@ -104,8 +104,8 @@ def test_long_strides_of_results(cuda):
     out, lse = spread(), xp.empty((1, 1, seqlen), "f4")
     gradients = [spread() for _ in range(3)]
     problem = tools.problem(cuda, q, k, v, causal=True)
-    cuda.module.forward(problem, q, k, v, out, lse, None)
-    cuda.module.backward(problem, dout, q, k, v, out, lse, None, *gradients, None, False)
+    cuda.module.forward(problem, q, k, v, out, lse, None, None)
+    cuda.module.backward(problem, dout, q, k, v, out, lse, None, *gradients, None, None, None, False)
     right = tools.expectation(cuda, *x.qkv, x.dout, causal=True)
     for name, result in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients)):
         tools.assert_close(name, cuda.host(result), *right[name])

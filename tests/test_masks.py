@@ -133,7 +133,7 @@ def test_no_row_sees_a_key(backend, options):
     gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, dlse=x.dlse, **options)
     assert not backend.host(out)[:, rows].any() and np.isneginf(backend.host(lse)[..., rows]).all()
     assert not backend.host(gradients.dq)[:, rows].any()
-    for gradient in gradients:
+    for gradient in gradients[:3]:
         assert np.isfinite(backend.host(gradient)).all()
 
 
@@ -147,7 +147,7 @@ def test_wide_window_is_causal(backend1, window):
     assert tools.same_bits(out, windowed) and tools.same_bits(lse, windowed_lse)
     gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, causal=True, deterministic=True)
     windowed = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, deterministic=True, **options)
-    assert all(map(tools.same_bits, gradients, windowed))
+    assert all(map(tools.same_bits, gradients[:3], windowed[:3]))
 
 
 @pytest.mark.parametrize("window", [(2**31 - 1, 2**31 - 1), (2**62, 2**70), (256, 256), (None, None)])

@@ -441,9 +441,11 @@ def find(tiles, batch, heads, section, count, descending):
 SOFTMAX = Piece(
     "core/softmax.cuh",
     """
-// scores: (tiles, 16 kRowTiles, kCols). out: (16 kRowTiles, 8) holds, for each column modulo 8, the sum of the weights.
+// scores: (tiles, 16 kRowTiles, kCols); sinks: (16 kRowTiles). out: (16 kRowTiles, 8) holds, for each column modulo 8,
+// the sum of the weights.
 template <int kRowTiles, int kCols>
-__global__ void softmax(const float* scores, int tiles, float scale, float* out, float* lse, float* top) {
+__global__ void softmax(const float* scores, int tiles, float scale, const float* sinks, float* out, float* lse,
+                        float* top) {
   OnlineSoftmax<kRowTiles> online;
   Accumulator<8> sums[kRowTiles];
   for (int t = 0; t < kRowTiles; ++t) sums[t].clear();
@@ -471,8 +473,8 @@ __global__ void softmax(const float* scores, int tiles, float scale, float* out,
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float inverse, row_lse;
-      online.finish(t, half, scale, inverse, row_lse);
       const int row = 16 * t + sums[t].row(half);
+      online.finish(t, half, scale, sinks[row], inverse, row_lse);
 #pragma unroll
       for (int i = 0; i < 2; ++i) out[row * 8 + sums[t].col() + i] = sums[t].x[0][2 * half + i] * inverse;
       lse[row] = row_lse, top[row] = online.top[t][half];
@@ -483,31 +485,33 @@ __global__ void softmax(const float* scores, int tiles, float scale, float* out,
 )
 
 
-def online_softmax(scores, scale=1.0, row_tiles=1):
+def online_softmax(scores, scale=1.0, row_tiles=1, sinks=-math.inf):
     """The weights summed over the columns of equal remainder modulo 8, the log-sum-exp and the top of each row."""
     tiles, rows, cols = scores.shape
     assert rows == 16 * row_tiles
     out, lse, top = nans((rows, 8)), nans((rows,)), nans((rows,))
-    arguments = to_gpu(scores.astype(np.float32)), np.int32(tiles), np.float32(scale), out, lse, top
+    sinks = to_gpu(np.broadcast_to(np.float32(sinks), (rows,)))
+    arguments = to_gpu(scores.astype(np.float32)), np.int32(tiles), np.float32(scale), sinks, out, lse, top
     SOFTMAX.run(f"softmax<{row_tiles}, {cols}>", 1, 32, *arguments)
     return out.get(), lse.get(), top.get()
 
 
-def right_softmax(scores, scale=1.0):
+def right_softmax(scores, scale=1.0, sinks=-math.inf):
     x = np.float64(np.float32(scale)) * scores.astype(np.float32).astype(np.float64).transpose(1, 0, 2)
     x = x.reshape(len(x), -1)
+    x = np.concatenate([x, np.broadcast_to(np.float32(sinks), (len(x),))[:, None]], axis=1)
     highest = x.max(axis=1, keepdims=True)
     weights = np.exp(x - np.where(np.isneginf(highest), 0, highest))
     total = weights.sum(axis=1, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = np.log(total) + np.where(np.isneginf(highest), 0, highest)
-    weights = weights / np.where(total == 0, 1, total)
+    weights = weights[:, :-1] / np.where(total == 0, 1, total)
     return weights.reshape(len(x), -1, 8).sum(axis=1), lse[:, 0]
 
 
-def check_softmax(scores, scale=1.0, row_tiles=1):
-    out, lse, top = online_softmax(scores, scale, row_tiles)
-    expected_out, expected_lse = right_softmax(scores, scale)
+def check_softmax(scores, scale=1.0, row_tiles=1, sinks=-math.inf):
+    out, lse, top = online_softmax(scores, scale, row_tiles, sinks)
+    expected_out, expected_lse = right_softmax(scores, scale, sinks)
     tools.assert_close("out", out.astype(np.float64), expected_out, 4e-6)
     finite = np.abs(expected_lse[np.isfinite(expected_lse)])
     allowed = 4e-6 + 2.0**-22 * (finite.max() if finite.size else 0)
@@ -539,6 +543,25 @@ def test_softmax_of_rows_without_keys():
     assert out[4].tolist() == [0, 1, 0, 0, 0, 0, 0, 0] and lse[4] == -4
     out, lse, top = online_softmax(np.full((3, 16, 32), -math.inf))
     assert not out.any() and (lse == -math.inf).all() and (top == -math.inf).all()
+
+
+@gpu
+@pytest.mark.parametrize("scale", [1.0, 0.125, 3.0, 2.0**-126])
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e4, 1e30])
+def test_softmax_with_sinks(scale, offset):
+    """Far below the scores, among them and far above; of rows without keys too."""
+    scores = offset + 3 * np.random.default_rng(0).standard_normal((3, 16, 32))
+    scores[:, 8:] = -math.inf
+    sinks = np.float32(scale * offset + np.array([-math.inf, -1e5, -90, -5, 0, 5, 90, 1e5] * 2))
+    out, lse, _ = check_softmax(scores, scale, sinks=sinks)
+    assert not out[8:].any() and (lse[8:] == sinks[8:]).all()
+
+
+@gpu
+def test_softmax_with_sinks_that_are_no_numbers():
+    out, lse, _ = online_softmax(np.zeros((1, 16, 32)), sinks=[math.inf, math.nan] * 8)
+    assert not out[::2].any() and np.isposinf(lse[::2]).all()
+    assert np.isnan(out[1::2]).all() and np.isnan(lse[1::2]).all()
 
 
 @gpu

@@ -13,7 +13,7 @@ rng = numpy.random.default_rng(0)
 q, k, v = (cupy.asarray(rng.standard_normal((1, 70, 2, 64)).astype("f2")) for _ in range(3))
 out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
 grads = cupyflash.attention_backward(out, q, k, v, out, lse, causal=True, deterministic=True)
-print("sum", *(int(x.get().view("u2").astype("u8").sum()) for x in (out, *grads)))
+print("sum", *(int(x.get().view("u2").astype("u8").sum()) for x in (out, *grads[:3])))
 """
 
 

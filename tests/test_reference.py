@@ -26,6 +26,12 @@ SOFTCAPS = {
     "softcap_alibi": {"softcap": 2, "window": (2, 2), "alibi_slopes": np.arange(8.0).reshape(2, 4) / 4 - 1},
 }
 
+SINKS = {
+    "sink": {"sink": np.array([0.5, -2.0, 3.0, 0.0])},
+    "sink_causal": {"sink": np.array([0.5, -2.0, 3.0, 0.0]), "causal": True, "scale": -0.7},
+    "sink_softcap_alibi": SOFTCAPS["softcap_alibi"] | {"sink": np.array([0.5, -2.0, 3.0, 0.0]), "window": (1, 0)},
+}
+
 
 def arrays(seqlen_q, seqlen_k, heads_q=4, heads_k=2, head_dim=3, head_dim_v=2, batch=(2,), seed=0):
     rng = np.random.default_rng(seed)
@@ -38,7 +44,7 @@ def arrays(seqlen_q, seqlen_k, heads_q=4, heads_k=2, head_dim=3, head_dim_v=2, b
 
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(4, 4), (2, 5), (5, 2), (1, 1)])
-@pytest.mark.parametrize("options", (OPTIONS | SOFTCAPS).values(), ids=OPTIONS | SOFTCAPS)
+@pytest.mark.parametrize("options", (OPTIONS | SOFTCAPS | SINKS).values(), ids=OPTIONS | SOFTCAPS | SINKS)
 def test_gradients_are_finite_differences(options, seqlen_q, seqlen_k):
     q, k, v, dout, dlse = arrays(seqlen_q, seqlen_k)
 
@@ -47,8 +53,9 @@ def test_gradients_are_finite_differences(options, seqlen_q, seqlen_k):
         return (out * dout).sum() + (np.where(np.isneginf(lse), 0, lse) * dlse).sum()
 
     out, lse = reference.attention(q, k, v, return_lse=True, **options)
-    gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
-    for name, x, gradient in zip(gradients._fields, (q, k, v), gradients):
+    gradients = tools.named(reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))
+    assert ("dsink" in gradients) == ("sink" in options)
+    for (name, gradient), x in zip(gradients.items(), (q, k, v, options.get("sink"))):
         differences = np.empty_like(x)
         for at in np.ndindex(x.shape):
             x[at] += 1e-6
@@ -118,6 +125,35 @@ def test_known_scores():
     np.testing.assert_allclose(lse.ravel(), [0, math.log(1.5)], atol=1e-15)
 
 
+def test_known_sinks():
+    """One more key, of the value 0; lse of a row without keys."""
+    q, k, v = np.zeros((5, 1, 1)), np.zeros((2, 1, 1)), np.array([2.0, 4.0]).reshape(2, 1, 1)
+    sink = np.log([3.0])
+    out, lse = reference.attention(q, k, v, causal=True, sink=sink, return_lse=True)
+    np.testing.assert_allclose(out.ravel(), [0, 0, 0, 2 / 4, 6 / 5])
+    np.testing.assert_allclose(lse.ravel(), np.log([3, 3, 3, 4, 5]))
+    gradients = reference.attention_backward(np.ones_like(out), q, k, v, out, lse, causal=True, sink=sink)
+    np.testing.assert_allclose(gradients.dsink, [-3 / 4 * 2 / 4 - 3 / 5 * 6 / 5])
+    np.testing.assert_allclose(gradients.dv.ravel(), [1 / 4 + 1 / 5, 1 / 5])
+    ones = np.ones_like(lse)
+    gradients = reference.attention_backward(0 * out, q, k, v, out, lse, dlse=ones, causal=True, sink=sink)
+    np.testing.assert_allclose(gradients.dsink, [3 + 3 / 4 + 3 / 5])
+
+
+@pytest.mark.parametrize(
+    "value, first_out, first_lse, dsink", [(-math.inf, 3, math.log(2), 0), (math.inf, 0, math.inf, 3)]
+)
+def test_infinite_sinks(value, first_out, first_lse, dsink):
+    q, k, v = np.zeros((3, 2, 1)), np.zeros((2, 2, 1)), np.array([2.0, 2.0, 4.0, 4.0]).reshape(2, 2, 1)
+    sink = np.array([value, 0])
+    out, lse = reference.attention(q, k, v, sink=sink, return_lse=True)
+    np.testing.assert_allclose(out[..., 0], [[first_out, 2]] * 3)
+    np.testing.assert_allclose(lse, [[first_lse] * 3, [math.log(3)] * 3])
+    gradients = reference.attention_backward(np.ones_like(out), q, k, v, out, lse, dlse=np.ones_like(lse), sink=sink)
+    np.testing.assert_allclose(gradients.dsink, [dsink, 3 * (1 - 2) / 3])
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+
+
 def test_softcap_of_huge_logits():
     q, k = np.full((1, 1, 1, 1), 1e200), np.array([1e200, -1e200, 1e150]).reshape(1, 3, 1, 1)
     v = np.arange(3.0).reshape(1, 3, 1, 1)
@@ -176,7 +212,7 @@ def test_no_batch_axis():
         np.testing.assert_array_equal(alone, out[b])
         np.testing.assert_array_equal(alone_lse, lse[b])
         alone_gradients = reference.attention_backward(dout[b], q[b], k[b], v[b], out[b], lse[b], dlse=dlse[b])
-        for one, all_ in zip(alone_gradients, gradients):
+        for one, all_ in zip(alone_gradients[:3], gradients[:3]):
             np.testing.assert_allclose(one, all_[b], rtol=1e-14)
 
 
@@ -189,6 +225,11 @@ def test_empty(seqlen_q, seqlen_k, batch, heads):
     gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse)
     for gradient, x in zip(gradients, (q, k, v)):
         assert gradient.shape == x.shape and not gradient.any()
+    sink = np.arange(heads, dtype=float)
+    out, lse = reference.attention(q, k, v, return_lse=True, sink=sink)
+    assert not out.any() and (lse == sink[:, None]).all()
+    gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, sink=sink)
+    np.testing.assert_allclose(gradients.dsink, dlse.sum(axis=(0, 2)))
 
 
 def test_huge_logits():
@@ -207,7 +248,7 @@ def test_cupy_equals_numpy(cuda):
     gradients = reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, causal=True)
     gradients_gpu = reference.attention_backward(on_gpu[3], *on_gpu[:3], out_gpu, lse_gpu, dlse=on_gpu[4], causal=True)
     for name, a, b in zip(
-        ("out", "lse", *gradients._fields), (out, lse, *gradients), (out_gpu, lse_gpu, *gradients_gpu)
+        ("out", "lse", *gradients._fields), (out, lse, *gradients[:3]), (out_gpu, lse_gpu, *gradients_gpu[:3])
     ):
         tools.assert_close(name, b.get(), a, 1e-12)
 

@@ -276,7 +276,19 @@ def rows_are_contiguous(x):
 
 
 def yardstick(
-    dtype, q, k, v, dout=None, dlse=None, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None
+    dtype,
+    q,
+    k,
+    v,
+    dout=None,
+    dlse=None,
+    *,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    sink=None,
 ):
     """What is right, and how far off one may be: `{name: (expected, allowed)}`.
 
@@ -286,6 +298,7 @@ def yardstick(
     allow nothing.
     """
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    options["sink"] = sink
     xp = reference._namespace(q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
@@ -324,12 +337,13 @@ def yardstick(
     seen = reference.visible(xp, q.shape[1], k.shape[1], causal, window)
     terms_of_s = xp.where(seen, abs(s) + abs(bias), work(0))
     s = xp.where(seen, s - bias, -work(math.inf))
-    highest = s.max(axis=-1, keepdims=True)
+    sinks = xp.full((1, 1, 1, 1), -math.inf, work) if sink is None else sink.astype(work).reshape(k.shape[2], -1, 1, 1)
+    highest = xp.maximum(s.max(axis=-1, keepdims=True), sinks)
     highest = xp.where(highest == -math.inf, work(0), highest)
-    p = xp.exp(s - highest)
-    total = p.sum(axis=-1, keepdims=True)
+    p, p_sink = xp.exp(s - highest), xp.exp(sinks - highest)
+    total = p.sum(axis=-1, keepdims=True) + p_sink
     total_or_one = xp.where(total == 0, work(1), total)
-    p = p / total_or_one
+    p, p_sink = p / total_or_one, p_sink / total_or_one
     lse = xp.where(total == 0, -work(math.inf), highest + xp.log(total_or_one))
     o = rounded(rounded(p) @ v_)
 
@@ -368,6 +382,10 @@ def yardstick(
     results["dk"] = bound(gradients.dk, rounded(per_key(scale * (transposed(ds) @ q_))), dk_floor * group**0.5)
     dv_floor = rss(transposed(p), do) * group**0.5
     results["dv"] = bound(gradients.dv, rounded(per_key(transposed(rounded(p)) @ do)), dv_floor)
+    if sink is not None:
+        terms, floors = -p_sink * delta, p_sink * (abs(delta) + delta_error)
+        dsink, floor = (x.sum(axis=(0, 3, 4)).ravel() for x in (terms, floors * floors))
+        results["dsink"] = bound(gradients.dsink, dsink, xp.sqrt(floor))
     return results
 
 
@@ -413,31 +431,38 @@ def check(backend, q, k, v, dout=None, dlse=None, *, deterministic=False, **opti
         gradients = cupyflash.attention_backward(
             dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options
         )
-        results |= gradients._asdict()
-        for gradient, x in zip(gradients, (q, k, v)):
-            assert gradient.dtype == x.dtype and isinstance(gradient, type(x))
+        results |= named(gradients)
+        for gradient, x in zip(gradients, (q, k, v, options.get("sink"))):
+            assert gradient is x is None or gradient.dtype == x.dtype and isinstance(gradient, type(x))
     right = expectation(backend, q, k, v, dout, dlse, **options)
     for name, result in results.items():
         assert_close(name, backend.host(result), *right[name])
     return results
 
 
-def expectation(backend, q, k, v, dout=None, dlse=None, **options):
+def expectation(backend, q, k, v, dout=None, dlse=None, *, alibi_slopes=None, sink=None, **options):
     """The yardstick for arrays of a backend, on the host."""
-    logits, slopes = math.prod(q.shape[:-1]) * k.shape[-3], options.pop("alibi_slopes", None)
-    if backend.name == "cuda" and logits > HOST_LOGITS:
-        *arrays, slopes = (None if x is None else x.astype(np.float64) for x in (q, k, v, dout, dlse, slopes))
-        right = yardstick(backend.dtype, *arrays, alibi_slopes=slopes, **options)
-        return {name: (expected.get(), allowed) for name, (expected, allowed) in right.items()}
-    *arrays, slopes = (None if x is None else backend.host(x) for x in (q, k, v, dout, dlse, slopes))
+    arrays, by_head = (q, k, v, dout, dlse), {"alibi_slopes": alibi_slopes, "sink": sink}
+    on_gpu = backend.name == "cuda" and math.prod(q.shape[:-1]) * k.shape[-3] > HOST_LOGITS
+
+    def wide(x):
+        return None if x is None else x.astype(np.float64) if on_gpu else backend.host(x)
+
     with np.errstate(all="ignore"):
-        return yardstick(backend.dtype, *arrays, alibi_slopes=slopes, **options)
+        options |= {name: wide(x) for name, x in by_head.items()}
+        right = yardstick(backend.dtype, *map(wide, arrays), **options)
+    return {name: (expected.get() if on_gpu else expected, allowed) for name, (expected, allowed) in right.items()}
 
 
-def problem(backend, q, k, v, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None):
+def problem(backend, q, k, v, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None, sink=None):
     """The record that the backends take."""
     options = checks.options(causal, window, scale, softcap)
-    return checks.forward(backend.name == "cuda", options, q=q, k=k, v=v, alibi_slopes=alibi_slopes)
+    return checks.forward(backend.name == "cuda", options, q=q, k=k, v=v, alibi_slopes=alibi_slopes, sink=sink)
+
+
+def named(gradients):
+    """Those that there are, by name."""
+    return {name: gradient for name, gradient in gradients._asdict().items() if gradient is not None}
 
 
 def same_bits(a, b):

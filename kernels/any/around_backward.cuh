@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   }
   __syncthreads();
   if (!mine) return;
-  // A row without keys has no gradient, whatever dout and dlse hold: P is 0 there, and 0 * inf would not be.
+  // A row without keys and sink has no gradient, whatever dout and dlse hold: P is 0 there, and 0 * inf would not be.
   const float delta = lse == -kInfinity ? 0.f : deltas[threadIdx.x / 16][threadIdx.x % 16] - dlse;
   if constexpr (kSpec.packed) {
     const int64 first = (int64(batch) * s.heads_q + its_head) * statistic_rows(s.seqlen_q) * 2;

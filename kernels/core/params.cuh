@@ -1,6 +1,7 @@
 // The one argument of each kernel; NumPy twins in cupyflash/structs.py. Strides count elements.
 //
-// Conventions: lse is the natural logarithm in float32, -inf for a row that sees no key (its out is 0).
+// Conventions: lse is the natural logarithm in float32, the sink (-inf without one) for a row that sees no key, whose
+// out is 0.
 #pragma once
 
 #include "core/types.cuh"
@@ -20,7 +21,7 @@ struct RowArray {  // (batch, heads, seqlen)
 };
 
 // lse in base 2 and delta of 16 rows follow each other; the four rows of a lane, which has them as columns of two 8 x 8
-// blocks, are neighbours. Rows that do not exist or see no key have the lse inf: their P is 0, whatever they hold.
+// blocks, are neighbours. Rows that do not exist or have the lse -inf get inf: their P is 0, whatever they hold.
 constexpr int kStatisticTile = 128;  // rows are added up to a multiple
 __device__ __forceinline__ int64 statistic_of(int row) {
   return row / 16 * 32 + row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
@@ -38,7 +39,8 @@ struct Sizes {
 
 // What a hidden score becomes, so that its exponential is 0 whatever the sign of the scale.
 __device__ __forceinline__ float hidden_score(const Sizes& s) { return s.scale_log2 < 0.f ? kInfinity : -kInfinity; }
-// An lse in base 2; inf for a row that sees no key, so that its P is 0.
+// An lse in base 2; inf for a row that sees neither a key nor a sink, so that its P is 0. That of one that sees a sink
+// alone is 0 because all of its scores are hidden.
 __device__ __forceinline__ float lse_in_base_2(float lse) { return lse == -kInfinity ? kInfinity : lse * kLog2E; }
 
 struct Score {  // core/score.cuh
@@ -46,6 +48,13 @@ struct Score {  // core/score.cuh
   int64 batch, head;           // strides
   float inside, cap, per_cap;  // scale / softcap, softcap in base 2, and its inverse
   int diagonal;                // query i has the distance 0 from the key i + diagonal
+};
+
+struct Sink {  // of each query head: a logit without a key, in the sums of all its rows; -inf, which adds 0, if no data
+  const float* data;
+  int64 head;
+
+  __device__ __forceinline__ float of(int h) const { return data == nullptr ? -kInfinity : data[h * head]; }
 };
 
 struct Order {   // of the tiles of persistent blocks
@@ -61,6 +70,7 @@ struct ForwardParams {
   RowArray lse;
   Sizes sizes;
   Score score;
+  Sink sink;
 };
 
 struct BackwardParams {
@@ -73,6 +83,8 @@ struct BackwardParams {
                   // for each (batch, head, 16-row block), of which each tile uses its first
   Sizes sizes;
   Score score;
+  Sink sink;
+  float* dsink;  // (heads_q)
 };
 
 struct Matrix {  // one head of an array in global memory; stride in bytes

@@ -28,13 +28,17 @@ struct OnlineSoftmax {
     exponentiate(scores, scale_log2);
   }
 
-  // 1 / sum and the log-sum-exp of the row; 0 and -inf where no key was seen.
-  __device__ __forceinline__ void finish(int t, int half, float scale, float& inverse, float& lse) {
+  // 1 / sum and the log-sum-exp of the row, with `sink` among its logits; 0 and sink where no key was seen. The sum is
+  // relative to the larger one of top and sink, so that neither overflows.
+  __device__ __forceinline__ void finish(int t, int half, float scale, float sink, float& inverse, float& lse) {
     float total = sum[t][half];
     total += __shfl_xor_sync(kFullWarp, total, 1);
     total += __shfl_xor_sync(kFullWarp, total, 2);
-    inverse = total == 0.f ? 0.f : 1.f / total;
-    lse = total == 0.f ? -kInfinity : fmaf(top[t][half], scale, logf(total));
+    const float above = total == 0.f ? kInfinity : fmaf(-top[t][half], scale, sink);
+    const float smaller = exp2f(-kLog2E * fabsf(above));
+    total = above > 0.f ? fmaf(total, smaller, 1.f) : total + smaller;
+    inverse = (above > 0.f ? smaller : 1.f) / total;
+    lse = above > 0.f ? sink + logf(total) : fmaf(top[t][half], scale, logf(total));
   }
 
  private:

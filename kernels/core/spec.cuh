@@ -93,6 +93,11 @@ struct HopperQueriesSpec {   // of the kernel of dq
   __device__ constexpr int copying_registers() const { return 24; }
 };
 
+struct SinkSpec {  // of the kernel of dsink
+  int warps;       // 32, so that one of them adds what all have summed
+  bool packed;     // delta as `statistic_of` says
+};
+
 struct PrepareSpec {
   int head_dim, head_dim_v;
   bool packed;  // delta and lse as `statistic_of` says

@@ -13,8 +13,8 @@
 
 namespace cupyflash {
 
-// Base-2 lse and delta of the queries of one tile, in shared memory. A row that does not exist or sees no key gets
-// lse = +inf, which makes its P exactly 0.
+// Base-2 lse and delta of the queries of one tile, in shared memory. A row that does not exist, or whose lse is
+// -inf, gets lse = +inf, which makes its P exactly 0.
 template <int kRows>
 struct Statistics {
   float* lse;  // kRows, then kRows of delta

@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     float inverse[2], lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      softmax.finish(t, half, change.scale(), inverse[half], lse[half]);
+      softmax.finish(t, half, change.scale(), p.sink.of(work.head), inverse[half], lse[half]);
       const int row = first_row + warp_row + 16 * t + out[0].row(half);
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && row < s.seqlen_q)
         p.lse.at(work.batch, work.head)[row * p.lse.row] = lse[half];

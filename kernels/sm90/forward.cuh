@@ -22,6 +22,7 @@ struct HopperForwardParams {
   Order order;
   int queries;  // of 64 rows: fewer where the rows are packed
   Score score;
+  Sink sink;
 };
 
 template <class T, HopperForwardSpec kSpec>
@@ -179,9 +180,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     float inverse[2], lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      softmax.finish(0, half, change.scale(), inverse[half], lse[half]);
       const int row = warp_row + out[0].row(half), query = query_of(row);
       const int head = head_of_row(work, row);
+      softmax.finish(0, half, change.scale(), p.sink.of(head), inverse[half], lse[half]);
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && query < min(first_query + queries, s.seqlen_q))
         p.lse.at(work.batch, head)[query * p.lse.row] = lse[half];
     }
