@@ -28,6 +28,7 @@ class Problem:
     right: int | None = None
     softcap: float | None = None
     alibi: bool = False  # slopes are given
+    dropout: float = 0.0  # a multiple of 2**-32
 
     @property
     def group(self) -> int:

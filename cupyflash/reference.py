@@ -10,6 +10,7 @@ import sys
 from typing import NamedTuple
 
 from . import checks
+from .dropout import dropout_mask
 
 
 class AttentionGradients(NamedTuple):
@@ -20,7 +21,21 @@ class AttentionGradients(NamedTuple):
     dv: object
 
 
-def attention(q, k, v, /, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None, return_lse=False):
+def attention(
+    q,
+    k,
+    v,
+    /,
+    *,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    dropout=0.0,
+    seed=None,
+    return_lse=False,
+):
     """Standard attention in float64.
 
     Takes the arguments of `cupyflash.attention`, except `out`.
@@ -29,7 +44,7 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, softcap=None
     ----------
     q, k, v : numpy.ndarray or cupy.ndarray
         `(batch, seqlen, heads, head_dim)`, or the same without `batch`.
-    causal, window, scale, softcap, alibi_slopes, return_lse
+    causal, window, scale, softcap, alibi_slopes, dropout, seed, return_lse
         As in `cupyflash.attention`.
 
     Returns
@@ -50,7 +65,7 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, softcap=None
     total = weights.sum(axis=-1, keepdims=True)
     empty = total == 0
     p = weights / xp.where(empty, 1.0, total)
-    out = _join(xp, p @ _split(xp, v, heads_k))
+    out = _join(xp, _dropper(xp, p, dropout, seed)(p) @ _split(xp, v, heads_k))
     if not return_lse:
         return out
     lse = xp.where(empty, -math.inf, highest + xp.log(xp.where(empty, 1.0, total)))
@@ -58,7 +73,22 @@ def attention(q, k, v, /, *, causal=False, window=None, scale=None, softcap=None
 
 
 def attention_backward(
-    dout, q, k, v, out, lse, /, *, dlse=None, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    /,
+    *,
+    dlse=None,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    dropout=0.0,
+    seed=None,
 ):
     """Gradients of standard attention in float64, from their formulas.
 
@@ -68,7 +98,7 @@ def attention_backward(
     ----------
     dout : numpy.ndarray or cupy.ndarray
         Gradient of `out`.
-    q, k, v, causal, window, scale, softcap, alibi_slopes
+    q, k, v, causal, window, scale, softcap, alibi_slopes, dropout, seed
         As given to `attention`.
     out, lse : ndarray
         What `attention` returned for them.
@@ -89,13 +119,14 @@ def attention_backward(
     dlse = 0.0 if dlse is None else dlse.astype(xp.float64).reshape(lse.shape)
 
     p = xp.where(lse == -math.inf, 0.0, xp.exp(logits - xp.where(lse == -math.inf, 0.0, lse)))
-    dp = dout @ v.swapaxes(-1, -2)
+    drop = _dropper(xp, p, dropout, seed)
+    dp = drop(dout @ v.swapaxes(-1, -2))
     delta = (dout * out).sum(axis=-1, keepdims=True)
     dp = dp + xp.where(lse == -math.inf, 0.0, dlse - delta)  # a row without keys has no weight to move
     ds = derivative * p * dp
     dq = scale * ds @ k
     dk = scale * ds.swapaxes(-1, -2) @ q
-    dv = p.swapaxes(-1, -2) @ dout
+    dv = drop(p).swapaxes(-1, -2) @ dout
     dk, dv = (x.sum(axis=-3, keepdims=True) for x in (dk, dv))  # over the query heads that share a key head
     return AttentionGradients(*(_join(xp, x) for x in (dq, dk, dv)))
 
@@ -138,6 +169,15 @@ def _logits(xp, q, k, causal, window, scale, softcap, alibi_slopes):
         slopes = alibi_slopes.astype(xp.float64).reshape(*alibi_slopes.shape[:-1], *logits.shape[-4:-2], 1, 1)
         logits = logits - slopes * abs(_ahead(xp, *lengths, causal))
     return xp.where(visible(xp, *lengths, causal, window), logits, -math.inf), derivative
+
+
+def _dropper(xp, p, dropout, seed):
+    """The function that drops of a matrix like `p`, `(..., heads_k, group, seqlen_q, seqlen_k)`."""
+    dropout, seed = checks.dropout(dropout, seed)
+    *batch, heads_k, group, seqlen_q, seqlen_k = p.shape
+    mask = dropout_mask(*(batch or [1]), heads_k * group, seqlen_q, seqlen_k, dropout=dropout, seed=seed, xp=xp)
+    mask = mask.reshape(p.shape)
+    return lambda x: xp.where(mask, x / (1 - dropout), 0.0)
 
 
 def _split(xp, x, heads_k):

@@ -48,6 +48,12 @@ struct Score {  // core/score.cuh
   int diagonal;                // query i has the distance 0 from the key i + diagonal
 };
 
+struct Dropout {  // core/dropout.cuh
+  uint64 seed;
+  uint32 threshold;  // a weight whose random number is less is dropped
+  float scale;       // 1 / (1 - probability)
+};
+
 struct Order {   // of the tiles of persistent blocks
   int heads;     // of one batch that have tiles of their own
   int tiles;     // of one head
@@ -61,6 +67,7 @@ struct ForwardParams {
   RowArray lse;
   Sizes sizes;
   Score score;
+  Dropout dropout;
 };
 
 struct BackwardParams {
@@ -73,6 +80,7 @@ struct BackwardParams {
                   // for each (batch, head, 16-row block), of which each tile uses its first
   Sizes sizes;
   Score score;
+  Dropout dropout;
 };
 
 struct Matrix {  // one head of an array in global memory; stride in bytes

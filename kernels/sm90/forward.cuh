@@ -3,6 +3,7 @@
 // the products of the next tile with the softmax of this one, and take turns at the tensor cores.
 #pragma once
 
+#include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
@@ -22,6 +23,7 @@ struct HopperForwardParams {
   Order order;
   int queries;  // of 64 rows: fewer where the rows are packed
   Score score;
+  Dropout dropout;
 };
 
 template <class T, HopperForwardSpec kSpec>
@@ -37,6 +39,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots;
   constexpr bool kStaged = kSpec.staged();
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
+  static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[kTeams * kBarriers];
@@ -168,6 +171,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       factor[0] = by[0][0], factor[1] = by[0][1];
       raised = true;
     });
+    if constexpr (kSpec.dropout)
+      Dropping{p.dropout, works.work.batch, works.work.head}.drop(scores[0], first_query + warp_row, first_key);
     return raised;
   };
   const auto round_weights = [&] {
@@ -180,6 +185,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       softmax.finish(0, half, change.scale(), inverse[half], lse[half]);
+      if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
       const int row = warp_row + out[0].row(half), query = query_of(row);
       const int head = head_of_row(work, row);
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && query < min(first_query + queries, s.seqlen_q))
