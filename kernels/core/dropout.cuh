@@ -63,23 +63,28 @@ struct Dropping {  // from one head
   __device__ __forceinline__ void drop(Accumulator<kCols>& p, int query, int key) const {
     tell<Rows::kQueries>(p, query, key, [&](int j, int i, bool kept) { p.x[j][i] = kept ? p.x[j][i] : 0.f; });
   }
-  // Of P^T: what is dropped becomes negative, as dS needs it too. -0 counts as kept: it is 0 either way.
+  // Of P^T: what is dropped gets the sign, as dS needs the value too. The bit itself, for NaN has it as well.
   template <int kCols>
   __device__ __forceinline__ void mark(Accumulator<kCols>& p, int key, int query) const {
-    tell<Rows::kKeys>(p, opaque(key), query,
-                      [&](int j, int i, bool kept) { p.x[j][i] = kept ? p.x[j][i] : -p.x[j][i]; });
+    tell<Rows::kKeys>(p, opaque(key), query, [&](int j, int i, bool kept) {
+      if (!kept) p.x[j][i] = __uint_as_float(__float_as_uint(p.x[j][i]) | 1u << 31);
+    });
   }
   template <int kCols>
   __device__ __forceinline__ static void drop_marked(Accumulator<kCols>& p) {
 #pragma unroll
     for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p.x[j][i] = p.x[j][i] < 0.f ? 0.f : p.x[j][i];  // NaN stays: no fmaxf
+      for (int i = 0; i < 4; ++i)
+        if (marked(p.x[j][i])) p.x[j][i] = 0.f;
   }
   // dS of a marked P.
   __device__ __forceinline__ float gradient(float p, float dp, float delta) const {
-    return fabsf(p) * (p < 0.f ? -delta : fmaf(dp, dropout.scale, -delta));
+    return fabsf(p) * (marked(p) ? -delta : fmaf(dp, dropout.scale, -delta));
   }
+
+ private:
+  __device__ __forceinline__ static bool marked(float p) { return __float_as_int(p) < 0; }
 };
 
 }  // namespace cupyflash
