@@ -17,15 +17,21 @@ struct Philox {
   static constexpr int kRounds = 7;
   uint32 x[4];
 
-  __device__ __forceinline__ Philox(uint32 query, uint32 key, uint32 head, uint32 batch, uint64 seed)
+  __device__ __forceinline__ constexpr Philox(uint32 query, uint32 key, uint32 head, uint32 batch, uint64 seed)
       : x{query, key, head, batch} {
     uint32 left = uint32(seed), right = uint32(seed >> 32);
 #pragma unroll
     for (int round = 0; round < kRounds; ++round, left += 0x9E3779B9u, right += 0xBB67AE85u) {
       const uint32 first = x[0], third = x[2];
-      x[0] = __umulhi(third, 0xCD9E8D57u) ^ x[1] ^ left, x[1] = third * 0xCD9E8D57u;
-      x[2] = __umulhi(first, 0xD2511F53u) ^ x[3] ^ right, x[3] = first * 0xD2511F53u;
+      x[0] = upper(third, 0xCD9E8D57u) ^ x[1] ^ left, x[1] = third * 0xCD9E8D57u;
+      x[2] = upper(first, 0xD2511F53u) ^ x[3] ^ right, x[3] = first * 0xD2511F53u;
     }
+  }
+
+ private:
+  // Of the product. In 64 bits, as the compiler's own arithmetic needs it, ptxas adds a zero to each product.
+  __device__ __forceinline__ static constexpr uint32 upper(uint32 a, uint32 b) {
+    return __builtin_is_constant_evaluated() ? uint32(uint64(a) * b >> 32) : __umulhi(a, b);
   }
 };
 
