@@ -173,6 +173,7 @@ SPLIT = 512  # keys up to which two kernels are faster at 128
 #                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
 HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
+HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -291,9 +292,17 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 
 
 def split(problem: Problem) -> bool:
-    """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory."""
+    """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
+
+    And with dropout, for which the other kernel has no registers left.
+    """
     width = max(problem.head_dim, problem.head_dim_v)
-    return width > 128 or width > 64 and problem.seqlen_k <= SPLIT
+    return problem.dropout > 0 or width > 128 or width > 64 and problem.seqlen_k <= SPLIT
+
+
+def drops_elsewhere(problem: Problem) -> bool:
+    """Whether the backward must take the portable kernel, because Hopper's would spill with dropout."""
+    return problem.dropout > 0 and max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
 
 
 @functools.lru_cache(maxsize=1024)
@@ -326,8 +335,9 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
     """
     access = 16 if access == 16 else min(access, 4)
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
-    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[max(d, dv)], access)
-    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[max(d, dv)], access)
+    width = min(n for n in HOPPER_KEYS if n >= max(d, dv))
+    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, problem.dropout > 0)
+    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, problem.dropout > 0)
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
         Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),

@@ -281,7 +281,7 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, determini
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90" and problem.softcap is None and not problem.alibi and not problem.dropout:
+    if path == "sm90" and problem.softcap is None and not problem.alibi and not choose.drops_elsewhere(problem):
         if choose.split(problem):
             plan = _plan_split_backward(device, problem, arrays, lse, dlse)
         else:
@@ -300,7 +300,6 @@ def _plan_portable_backward(
     params = np.zeros(1, BACKWARD_PARAMS)
     _fill_backward(params, problem, arrays, lse, dlse)
     fill_score(params, problem, slopes)
-    fill_dropout(params, problem)
     params["sizes"] = sizes(problem, _backward_section(problem))
     launches = (
         _launch_before(problem, choose.before_backward(main, out.dtype == np.float32, access)),
@@ -415,4 +414,5 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse) -> None:
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
         fill(params, name, x)
+    fill_dropout(params, problem)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

@@ -168,6 +168,7 @@ class HopperKeysSpec(Spec):
     slots: int
     slots_dout: int
     access: int
+    dropout: bool = False
 
     blocks_per_sm, threads, block_k = 1, 384, 64
 
@@ -189,6 +190,7 @@ class HopperQueriesSpec(Spec):
     slots: int
     slots_v: int
     access: int
+    dropout: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128
 

@@ -69,10 +69,10 @@ struct Dropping {  // from one head
   __device__ __forceinline__ void drop(Accumulator<kCols>& p, int query, int key) const {
     tell<Rows::kQueries>(p, query, key, [&](int j, int i, bool kept) { p.x[j][i] = kept ? p.x[j][i] : 0.f; });
   }
-  // Of P^T: what is dropped gets the sign, as dS needs the value too. The bit itself, for NaN has it as well.
-  template <int kCols>
-  __device__ __forceinline__ void mark(Accumulator<kCols>& p, int key, int query) const {
-    tell<Rows::kKeys>(p, opaque(key), query, [&](int j, int i, bool kept) {
+  // Of P or P^T: what is dropped gets the sign, as dS needs the value too. The bit itself, for NaN has it as well.
+  template <Rows kRows, int kCols>
+  __device__ __forceinline__ void mark(Accumulator<kCols>& p, int row, int col) const {
+    tell<kRows>(p, opaque(row), col, [&](int j, int i, bool kept) {
       if (!kept) p.x[j][i] = __uint_as_float(__float_as_uint(p.x[j][i]) | 1u << 31);
     });
   }

@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     if constexpr (kSpec.dropout)
 #pragma unroll
       for (int t = 0; t < kScoreRows / 16; ++t)
-        dropping.mark(prob[t], first_key + score_row + 16 * t, first_query + score_col);
+        dropping.mark<Rows::kKeys>(prob[t], first_key + score_row + 16 * t, first_query + score_col);
 
     Accumulator<kScoreCols> ds[kScoreRows / 16];
 #pragma unroll
