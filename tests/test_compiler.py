@@ -208,9 +208,9 @@ NESTED = {
     structs.ROW_ARRAY: "cupyflash::RowArray",
     structs.SIZES: "cupyflash::Sizes",
     structs.MAP: "cupyflash::TensorMap",
+    structs.ORDER: "cupyflash::Order",
     structs.SCORE: "cupyflash::Score",
     structs.DROPOUT: "cupyflash::Dropout",
-    structs.ORDER: "cupyflash::Order",
 }
 
 
