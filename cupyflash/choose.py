@@ -142,7 +142,10 @@ BACKWARD_DROPPED = {96: ((32, 64, 4, 4, 4, 2, 2, 2),)}
 #   dq added by the copy engine, every warp its  2 to 3 % less at 128
 #   own 4 KB
 #   causal tiles of all heads by length          64: 25 % less at 1024 and 4096, equal at 16384; 128: 25, 9, -2 %
-#   P rounded in the turn                        1 % less at 128
+#   P rounded before the turn, not in it         64: 1 % less, 128: equal, in samples of 30 ms
+#   dq by clusters of two blocks, over the keys  128: 2 % less full, 3 to 7 % less causal, though half as much is added:
+#   of both; each makes that of every other      the blocks wait for each other's dS. Without adding dq at all 10 % more
+#   tile, and sends the other its dS             at 128, 8 % at 64; half of it 6 %; stored, not added, 2 and 3 %
 #   not split at 512                             128: equal full, 10 % less causal
 #   deterministic: every warp waits for its turn costs 25 % at 64, 31 % at 128, where a thread of its own costs what
 #   and tells by itself, behind a fence          stands above; split, 26 %

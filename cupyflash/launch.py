@@ -35,7 +35,7 @@ from .structs import (
 )
 
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
-L2_SHARE_SUMMED = 4 << 20  # the same for Hopper's main backward: 1 % faster than 24 in samples of 10 ms
+L2_SHARE_SUMMED = 4 << 20  # the same for Hopper's main backward: 1 % faster than 24
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}

@@ -79,15 +79,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     for (int step = 0; step < kDimV / 16; ++step) Wgmma<T, kBlockQ>::dot_rows(ds.x, v[step], dout[step], step > 0);
     wgmma_commit();
   };
-  const auto issue_dv = [&] {  // dv += P^T dout, in our turn
+  const auto issue_dv = [&] {  // dv += P^T dout
     const ColumnOperand<kBlockQ> dout(tiles.dout + tiles.queries().slot() * Tiles::kDoutBytes);
-    // P is rounded before the turn; the compiler would do it in the turn, while the tensor cores wait.
-    uint32 words = 0;
-#pragma unroll
-    for (int step = 0; step < kBlockQ / 16; ++step)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) words |= prob_operand[step][i];
-    turns.wait_after(words, dout.first);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockQ / 16; ++step) Wgmma<T, kDimV>::times(dv.x, prob_operand[step], dout[step]);
@@ -216,6 +209,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       // dS of all groups, for dq; before the turn, not to hold it while waiting.
       if (!first) tiles.ds_ring().wait(-1);
 
+      turns.wait();
       issue_dv();
       // Of the tile before; where there is none, the product of whatever is there goes nowhere.
       issue_dq(-1, keys_end ? -1 : 0);

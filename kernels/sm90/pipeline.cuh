@@ -52,11 +52,6 @@ struct Turns {
     if (group == kGroups - 1) named_arrive(first, kMeeting);
   }
   __device__ __forceinline__ void wait() const { named_sync(first + group, kMeeting); }
-  // The same, after `words` and the descriptor have been computed: they go into the number of the barrier, where they
-  // add 0. The upper two bits of a descriptor's lower word are 0, which the compiler does not know.
-  __device__ __forceinline__ void wait_after(uint32 words, uint64 descriptor) const {
-    named_sync(first + group + (words & upper_bits(uint32(descriptor))), kMeeting);
-  }
   __device__ __forceinline__ void pass_on() const { named_arrive(first + (group + 1) % kGroups, kMeeting); }
   __device__ __forceinline__ void close() const {
     if (group == 0) named_sync(first, kMeeting);

@@ -76,12 +76,6 @@ __device__ __forceinline__ void store_box(const TensorMap& map, uint32 source, i
 __device__ __forceinline__ void wait_for_stores() {
   asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-// 9.7.8.9 shr: the upper two bits, which the compiler does not work out from where the word comes from.
-__device__ __forceinline__ uint32 upper_bits(uint32 word) {
-  uint32 bits;
-  asm volatile("shr.u32 %0, %1, 30;" : "=r"(bits) : "r"(word));
-  return bits;
-}
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
