@@ -2,6 +2,7 @@
 
 from . import reference
 from .attention import AttentionGradients, attention, attention_backward
+from .dropout import dropout_mask
 from .merge import merge_attention
 from .roofline import roofline
 
@@ -12,6 +13,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "dropout_mask",
     "merge_attention",
     "reference",
     "roofline",

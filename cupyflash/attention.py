@@ -25,6 +25,8 @@ def attention(
     softcap=None,
     alibi_slopes=None,
     sink=None,
+    dropout=0.0,
+    seed=None,
     out=None,
     return_lse=False,
 ):
@@ -67,6 +69,13 @@ def attention(
         Attention sink [5]_: one more logit in every row of a head, of no key and of no value, so that the
         weights of the keys add up to less than 1. It is as given: no scale, ``softcap``, ALiBi or mask
         changes it. Of the dtype of ``lse``, which includes it; -inf is no sink.
+    dropout : float, default 0
+        Probability with which a weight becomes 0 after the softmax; those that are kept are divided by
+        ``1 - dropout`` [6]_. From 0 to ``1 - 2**-32``, of which it is taken as the nearest multiple of
+        ``2**-32``. ``lse`` is that without dropout. `dropout_mask` shows what is kept.
+    seed : int, optional
+        From 0 to ``2**64 - 1``; needed with ``dropout``. The same seed drops the same weights, in any call:
+        give each call one of its own, and its gradients the same one.
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v), optional
         Where to write the result, with the dtype of ``q``, or float32 when that is float16 or bfloat16
         (partial results to be merged by `merge_attention` then lose nothing). It must share no memory with
@@ -107,6 +116,7 @@ def attention(
     See Also
     --------
     attention_backward : The gradients.
+    dropout_mask : The weights that dropout keeps.
     merge_attention : Combine the results for parts of the keys.
 
     Notes
@@ -132,6 +142,10 @@ def attention(
     i and key j, ``lse`` is that of the logits ``softcap * tanh(s / softcap) - slope * abs(i + diagonal - j)``,
     -inf where the key is hidden, and of ``sink``. Partial results that are merged count every sink that they
     were given: give it to one part.
+
+    *Dropout.* Whether a weight is kept depends on the seed and on the batch, the query head, the query and the
+    key that it belongs to, on nothing else: not on the backend, the dtype, the lengths or the other options.
+    A call in a CUDA graph keeps its seed: each replay drops the same weights.
 
     *NaN and infinity.* NaN in a query makes its own row NaN and no other. Work is done in tiles of
     neighbouring queries and keys, and tiles in which no query sees a key are skipped: NaN or infinity in
@@ -166,6 +180,8 @@ def attention(
     .. [4] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases Enables Input
        Length Extrapolation", arXiv:2108.12409.
     .. [5] OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925.
+    .. [6] N. Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15 (2014);
+       of attention weights: A. Vaswani et al., "Attention Is All You Need", arXiv:1706.03762.
 
     Examples
     --------
@@ -189,8 +205,16 @@ def attention(
     array([0.   , 0.333, 0.75 ], dtype=float32)
     >>> np.exp(lse).round(3)
     array([[[2., 3., 4.]]], dtype=float32)
+
+    With dropout, some keys are left out and the others count for more:
+
+    >>> mask = cupyflash.dropout_mask(1, 1, 3, 3, dropout=0.5, seed=7)
+    >>> out = cupyflash.attention(q, q, v, dropout=0.5, seed=7)
+    >>> np.allclose(out[0, :, 0], (mask[0, 0] / 3 / 0.5) @ v[0, :, 0])
+    True
     """
-    options = checks.options(causal, window, scale, softcap)
+    dropout, seed = checks.dropout(dropout, seed)
+    options = checks.options(causal, window, scale, softcap, dropout)
     checks.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v}
     if out is not None:
@@ -216,7 +240,7 @@ def attention(
         else:
             out_view = views["out"]
             _gather(home, plan, views)
-            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks)
+            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks, seed)
             if views["out"] is not out_view:
                 out_view[...] = views["out"]
         return (home.give(out), home.give(lse)) if return_lse else home.give(out)
@@ -238,6 +262,8 @@ def attention_backward(
     softcap=None,
     alibi_slopes=None,
     sink=None,
+    dropout=0.0,
+    seed=None,
     deterministic=False,
 ):
     """Gradients of `attention` with respect to ``q``, ``k``, ``v`` and ``sink``.
@@ -253,7 +279,8 @@ def attention_backward(
     where ``dk`` and ``dv`` are summed over the query heads that share a key head, in float32, and ``dsink`` over
     the queries of all batches. With options,
     ``p = exp(logits - lse)`` of the logits of `attention`, and ``softcap`` multiplies ``ds`` by the derivative
-    ``1 - tanh(scale * q @ k.T / softcap)**2``.
+    ``1 - tanh(scale * q @ k.T / softcap)**2``. ``dropout`` acts on ``p`` in ``dv`` and on ``dout @ v.T``:
+    elements become 0 or are divided by ``1 - dropout``.
 
     Parameters
     ----------
@@ -267,7 +294,7 @@ def attention_backward(
         As `attention` returned it with ``return_lse=True``.
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of ``lse``, with the dtype of ``lse``; 0 when left out.
-    causal, window, scale, softcap, alibi_slopes, sink
+    causal, window, scale, softcap, alibi_slopes, sink, dropout, seed
         As given to `attention`. No gradient of ``alibi_slopes`` is computed.
     deterministic : bool, default False
         Add everything in a fixed order, so that the same call always gives the same bits; slower on a GPU.
@@ -315,7 +342,8 @@ def attention_backward(
     >>> grads.dv.ravel().tolist(), grads.dsink.tolist()
     ([1.0, 1.0, 1.0, 1.0], [-2.0])
     """
-    options = checks.options(causal, window, scale, softcap)
+    dropout, seed = checks.dropout(dropout, seed)
+    options = checks.options(causal, window, scale, softcap, dropout)
     checks.flag("deterministic", deterministic)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
@@ -341,7 +369,7 @@ def attention_backward(
                 dsink[...] = _gradient_of_all_weight(home, plan, sinks, views["dlse"])
         else:
             _gather(home, plan, views)
-            home.backend.backward(plan.problem, *_batched(plan, views), slopes, sinks, dsink, bool(deterministic))
+            home.backend.backward(plan.problem, *_batched(plan, views), slopes, sinks, dsink, bool(deterministic), seed)
         return AttentionGradients(*map(home.give, grads))
 
 

@@ -25,6 +25,7 @@ CORNERS = ("lower_right", "upper_left")
 MAX_SEQLENS = 2**30  # sums of two positions and a window side stay within 32 bits in the kernels
 MAX_SCALE = 1e38  # times log2(e), it is still finite in float32
 SOFTCAP = (1e-30, 1e30)  # the kernels divide by it, in float32 and where numbers below 1e-38 are 0
+MAX_COUNTED = 2**32  # batches or heads that the counter of dropout tells apart
 
 
 _MOST = 2**63 - 1
@@ -39,6 +40,7 @@ class Options(NamedTuple):
     right: int | None = None
     scale: float | None = None
     softcap: float | None = None
+    dropout: float = 0.0
 
 
 _NO_OPTIONS = Options()
@@ -58,16 +60,16 @@ def shown(value) -> str:
     return text if 0 < len(text) <= 200 else f"of type {type_name(value)} and too long to print"
 
 
-def options(causal, window, scale, softcap=None) -> Options:
+def options(causal, window, scale, softcap=None, dropout=0.0) -> Options:
     """Options in one spelling: `causal=True` is the lower right corner and no key to the right."""
-    if causal is False and window is None and scale is None and softcap is None:
+    if causal is False and window is None and scale is None and softcap is None and not dropout:
         return _NO_OPTIONS
     corner = _corner(causal)
     left, right = (None, None) if window is None else _window(window)
     if corner is not None:
         right = 0
     scale, softcap = None if scale is None else _scale(scale), None if softcap is None else _softcap(softcap)
-    return Options(corner or "lower_right", left, right, scale, softcap)
+    return Options(corner or "lower_right", left, right, scale, softcap, dropout)
 
 
 def _corner(causal):
@@ -110,6 +112,24 @@ def _softcap(softcap):
     if not least <= number <= most:
         raise ValueError(f"softcap is {shown(softcap)}; {allowed}")
     return float(number)
+
+
+def dropout(probability, seed) -> tuple[float, int]:
+    """Both; the probability rounded to the 32 bits that decide on a weight, so that it is exactly that of the mask."""
+    if seed is None and type(probability) is float and probability == 0:
+        return 0.0, 0
+    allowed = "allowed: a real number from 0 to 1 - 2**-32"
+    number = _real("dropout", probability, allowed)
+    if not 0 <= number <= 1 - 2**-32:
+        raise ValueError(f"dropout is {shown(probability)}; {allowed}")
+    allowed = "allowed: an integer from 0 to 2**64 - 1"
+    if seed is None and number:
+        raise ValueError(f"seed is None and dropout is {shown(probability)}; {allowed}, the same in both passes")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, Integral)):
+        raise TypeError(f"seed is {shown(seed)} ({type_name(seed)}); {allowed}")
+    if seed is not None and not 0 <= seed < 2**64:
+        raise ValueError(f"seed is {shown(seed)}; {allowed}")
+    return round(float(number) * 2**32) / 2**32, int(seed or 0)
 
 
 def _real(name, value, allowed):
@@ -219,6 +239,8 @@ def _problem(gpu, options, slopes, sink, *, q, k, v, **more):
     if sink is not None:
         _check_lse_dtype(dtype, "sink", sink)
         _check_shape("sink", sink, (heads_q,), "(heads_q,)")
+    if options.dropout:
+        counted(**dict(zip(("batch",), batch)), heads=heads_q)
     return Problem(
         dtype,
         *(batch or [1]),
@@ -233,7 +255,25 @@ def _problem(gpu, options, slopes, sink, *, q, k, v, **more):
         options.softcap,
         slopes is not None,
         sink is not None,
+        options.dropout,
     )
+
+
+def mask_shape(batch, heads, seqlen_q, seqlen_k) -> tuple[int, ...]:
+    """Shape of a mask of dropout."""
+    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    batch, heads, seqlen_q, seqlen_k = (integer(name, size, 0) for name, size in sizes.items())
+    if seqlen_q + seqlen_k >= MAX_SEQLENS:
+        raise ValueError(f"seqlen_q is {seqlen_q} and seqlen_k is {seqlen_k}; allowed: less than 2**30 together")
+    counted(batch=batch, heads=heads)
+    return batch, heads, seqlen_q, seqlen_k
+
+
+def counted(**sizes):
+    """Check that the counter of dropout has a word for each of the `sizes`."""
+    for name, size in sizes.items():
+        if size > MAX_COUNTED:
+            raise ValueError(f"{name} is {size}; allowed with dropout: at most 2**32")
 
 
 def _band(options, seqlen_q, seqlen_k, alibi):

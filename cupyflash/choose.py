@@ -62,8 +62,13 @@ FORWARD = {
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
 FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 
-# The same for a changed score, softcap or ALiBi: what the rows above spill with it.
+# The same for a changed score, softcap or ALiBi, and for dropout: what the rows above spill with it.
 FORWARD_CHANGED = {128: ((128, 32, 4, 4, 1, 2, False),)}
+FORWARD_DROPPED = {
+    64: ((128, 64, 4, 4, 2, 2, False),),
+    96: ((128, 48, 4, 4, 2, 2, False),),
+    128: ((64, 64, 4, 4, 2, 2, False), (64, 64, 4, 4, 1, 2, False)),
+}
 
 # Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
 # SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, timed by
@@ -109,7 +114,7 @@ HOPPER_FORWARD = {
     192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
     256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
-# The same for a changed score, softcap or ALiBi, which spills with the rows above.
+# The same for a changed score, softcap or ALiBi, and for dropout, which spill with the rows above.
 HOPPER_FORWARD_CHANGED = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
@@ -125,6 +130,7 @@ BACKWARD = {
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 BACKWARD_CHANGED = {128: ((64, 64, 8, 4, 2, 2, 1, 1),)}
+BACKWARD_DROPPED = {96: ((32, 64, 4, 4, 4, 2, 2, 2),)}
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:
@@ -171,6 +177,7 @@ SPLIT = 512  # keys up to which two kernels are faster at 128
 #                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
 HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
+HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -223,8 +230,8 @@ def _fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int):
     )
 
 
-def _change(problem: Problem) -> tuple[bool, bool]:
-    return problem.softcap is not None, problem.alibi
+def _change(problem: Problem) -> tuple[bool, bool, bool]:
+    return problem.softcap is not None, problem.alibi, problem.dropout > 0
 
 
 @functools.lru_cache(maxsize=1024)
@@ -239,7 +246,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
 
     first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
     if any(_change(problem)):
-        first = FORWARD_CHANGED
+        first = FORWARD_CHANGED | FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
     spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
 
@@ -256,7 +263,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     table = HOPPER_FORWARD | HOPPER_FORWARD_CHANGED if any(_change(problem)) else HOPPER_FORWARD
     row = table[min(limit for limit in table if limit >= max(d, dv))]
     tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
-    packed = access == 16 and _packing_pays(problem, tiling[1] * tiling[3])
+    packed = access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
     spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem))
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
@@ -283,15 +290,23 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 
     first = {} if deterministic or access < 16 or capability >= 100 else BACKWARD_PLAIN
     if any(_change(problem)):
-        first = BACKWARD_CHANGED
+        first = BACKWARD_CHANGED | BACKWARD_DROPPED if problem.dropout else BACKWARD_CHANGED
     spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
 def split(problem: Problem) -> bool:
-    """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory."""
+    """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
+
+    And with dropout, for which the other kernel has no registers left.
+    """
     width = max(problem.head_dim, problem.head_dim_v)
-    return width > 128 or width > 64 and problem.seqlen_k <= SPLIT
+    return problem.dropout > 0 or width > 128 or width > 64 and problem.seqlen_k <= SPLIT
+
+
+def drops_elsewhere(problem: Problem) -> bool:
+    """Whether the backward must take the portable kernel, because Hopper's would spill with dropout."""
+    return problem.dropout > 0 and max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
 
 
 @functools.lru_cache(maxsize=1024)
@@ -324,8 +339,9 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
     """
     access = 16 if access == 16 else min(access, 4)
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
-    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[max(d, dv)], access)
-    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[max(d, dv)], access)
+    width = min(n for n in HOPPER_KEYS if n >= max(d, dv))
+    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, problem.dropout > 0)
+    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, problem.dropout > 0)
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
         Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .dropout import kept
 from .problem import Problem
 
 # The fastest of those measured: smaller tiles show Python's overhead, larger ones fall out of the cache.
@@ -20,10 +21,10 @@ TILE_KEYS = 512
 TILE_ROWS = 256
 
 
-def forward(problem, q, k, v, out, lse, slopes, sink):
+def forward(problem, q, k, v, out, lse, slopes, sink, seed=None):
     """Write attention to `out`, and its log-sum-exp to `lse` unless that is `None`."""
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes, sink):
+        for stack in _stacks(problem, slopes, sink, seed):
             keys, values = stack.fold(k), stack.fold(v)
             for rows in stack.row_blocks():
                 tile_out, tile_lse = _forward_rows(stack, rows, stack.fold_queries(q, rows), keys, values)
@@ -47,13 +48,14 @@ def _forward_rows(stack, rows, queries, keys, values):
         total *= rescale
         total += p.sum(axis=-2)
         weighted *= rescale[..., None]
+        p = stack.drop(p, stack.kept(rows, tile))
         weighted += p.swapaxes(-1, -2) @ values[..., tile, :]
     sink = stack.sinks(rows)
     weighted /= np.where(total == 0, 1, total + np.exp(sink - highest))[..., None]
     return weighted, np.logaddexp(highest + np.log(total), sink)[..., None]
 
 
-def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, sink, dsink, deterministic):
+def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, sink, dsink, deterministic, seed=None):
     """Write `dq`, `dk`, `dv` and, unless it is `None`, `dsink`.
 
     The order of the sums never varies, `deterministic` or not.
@@ -61,7 +63,7 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, sink, d
     if dsink is not None:
         dsink[...] = 0
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes, sink):
+        for stack in _stacks(problem, slopes, sink, seed):
             keys, values = stack.fold(k), stack.fold(v)
             dkeys, dvalues = np.zeros_like(keys), np.zeros_like(values)
             for rows in stack.row_blocks():
@@ -88,8 +90,9 @@ def _backward_rows(stack, rows, queries, keys, values, douts, lse, delta, dkeys,
         p = stack.logits(products, rows, tile)
         p -= lse[..., None, :]
         np.exp(p, out=p)
-        dvalues[..., tile, :] += p @ douts
-        ds = values[..., tile, :] @ douts.swapaxes(-1, -2)
+        kept = stack.kept(rows, tile)
+        dvalues[..., tile, :] += stack.drop(p, kept) @ douts
+        ds = stack.drop(values[..., tile, :] @ douts.swapaxes(-1, -2), kept)
         ds -= delta[..., None, :]
         ds *= p
         if stack.problem.softcap is not None:
@@ -111,7 +114,7 @@ def _by_row(lse):
     return lse.swapaxes(1, 2)[..., None]
 
 
-def _stacks(problem, slopes, sink):
+def _stacks(problem, slopes, sink, seed):
     """Every range of batch and key heads; short sequences are stacked until they fill a tile."""
     rows = max(1, min(problem.seqlen_q, TILE_ROWS // problem.group))
     heads = TILE_ROWS * TILE_KEYS // (rows * problem.group * min(problem.seqlen_k, TILE_KEYS))
@@ -119,7 +122,7 @@ def _stacks(problem, slopes, sink):
     batch = max(1, min(problem.batch, heads // heads_k))
     for b in range(0, problem.batch, batch):
         for h in range(0, problem.heads_k, heads_k):
-            yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows, slopes, sink)
+            yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows, slopes, sink, seed)
 
 
 class _Queries(NamedTuple):
@@ -142,6 +145,7 @@ class _Stack:
     rows: int
     slopes: np.ndarray | None  # (batch, heads_q), of all heads
     sink: np.ndarray | None  # (heads_q,), of all heads
+    seed: int | None
 
     @property
     def dtype(self):
@@ -201,6 +205,22 @@ class _Stack:
         if masked:
             np.copyto(by_head, -np.inf, where=self._hidden(ahead)[:, None, :])
         return logits
+
+    def kept(self, rows, tile):
+        """Keys by queries of one tile: the weights that dropout keeps; without dropout, `None`."""
+        if not self.problem.dropout:
+            return None
+        group, size = self.problem.group, (self.problem.batch, self.problem.heads_k)
+        batch, heads_k = (range(*part.indices(n)) for part, n in zip((self.batch, self.heads_k), size))
+        queries, keys = (range(part.start, part.stop) for part in (rows, tile))
+        heads = range(heads_k.start * group, heads_k.stop * group)
+        mask = kept(np, self.problem.dropout, self.seed, batch, heads, queries, keys)
+        by_head = mask.reshape(len(batch), len(heads_k), group, len(queries), len(keys)).transpose(0, 1, 4, 2, 3)
+        return by_head.reshape(*by_head.shape[:3], -1)
+
+    def drop(self, x, kept):
+        """`x` where it is kept, as much larger as there are fewer; without dropout, all of it."""
+        return x if kept is None else np.where(kept, x / self.dtype(1 - self.problem.dropout), self.dtype(0))
 
     def _slopes(self):
         """Those of these heads: `(batch, heads_k, 1, group, 1)`."""

@@ -28,6 +28,7 @@ from .structs import (
     MAP,
     STATISTIC_TILE,
     fill,
+    fill_dropout,
     fill_score,
     sizes,
     steps,
@@ -72,7 +73,7 @@ class Plan:
     calls: tuple[tuple, ...]  # `Launch.call` of each
     kernels: tuple  # that they belong to
     words: np.ndarray  # the struct as 64-bit words
-    slots: tuple[int, ...]  # the words that hold the pointers
+    slots: tuple[int, ...]  # the words that hold the pointers and the seed
     workspace: tuple[int, ...] = ()
     idle: list = field(default_factory=list)  # copies of the struct that no call uses, each with its argument list
 
@@ -84,7 +85,7 @@ class Plan:
         )
         kernels = tuple(launch.kernel for launch in launches)
         calls = tuple(launch.call for launch in launches)
-        return cls(calls, kernels, params.view(np.int64), slots, workspace)
+        return cls(calls, kernels, params.view(np.uint64), slots, workspace)
 
     def run(self, *pointers: int) -> None:
         # What CuPy does for any kernel and any arguments, in a fraction of the time.
@@ -105,12 +106,12 @@ class Plan:
         self.idle.append((words, arguments, address))
 
 
-def forward(problem: Problem, q, k, v, out, lse, slopes, sink) -> None:
+def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0) -> None:
     """Write ``out`` and, unless it is None, ``lse``."""
     if problem.scale < 0:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
-        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink)
+        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
     rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink)])
@@ -119,11 +120,11 @@ def forward(problem: Problem, q, k, v, out, lse, slopes, sink) -> None:
     plan = _plans.get(key)
     if plan is None:
         plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink))
-    plan.run(*pointers)
+    plan.run(*pointers, seed)
 
 
 def backward(
-    problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, sink, dsink, deterministic: bool
+    problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, sink, dsink, deterministic: bool, seed: int = 0
 ) -> None:
     """Write ``dq``, ``dk``, ``dv`` and, unless it is None, ``dsink``, which is contiguous."""
     arrays = (q, k, v, dout, out, dq, dk, dv)
@@ -150,6 +151,7 @@ def backward(
         _pointer(slopes),
         _pointer(sink),
         _pointer(dsink),
+        seed,
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
     )
 
@@ -232,6 +234,7 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slo
         fill(params, name, x)
     fill_score(params, problem, slopes)
     fill(params, "sink", sink)
+    fill_dropout(params, problem)
     return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
 
 
@@ -265,8 +268,9 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
     fill(params, "lse", lse)
     fill_score(params, problem, slopes)
     fill(params, "sink", sink)
+    fill_dropout(params, problem)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
-    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score", "sink"))
+    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score", "sink", "dropout"))
 
 
 def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple, int]:
@@ -281,7 +285,7 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, det
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90" and problem.softcap is None and not problem.alibi:
+    if path == "sm90" and problem.softcap is None and not problem.alibi and not choose.drops_elsewhere(problem):
         if choose.split(problem):
             plan = _plan_split_backward(device, problem, arrays, lse, dlse, sink)
         else:
@@ -426,4 +430,5 @@ def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dls
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
         fill(params, name, x)
     fill(params, "sink", sink)
+    fill_dropout(params, problem)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

@@ -29,6 +29,7 @@ class Problem:
     softcap: float | None = None
     alibi: bool = False  # slopes are given
     sink: bool = False  # sinks are given
+    dropout: float = 0.0  # a multiple of 2**-32
 
     @property
     def group(self) -> int:

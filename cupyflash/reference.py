@@ -10,6 +10,7 @@ import sys
 from typing import NamedTuple
 
 from . import checks
+from .dropout import dropout_mask
 
 
 class AttentionGradients(NamedTuple):
@@ -22,7 +23,20 @@ class AttentionGradients(NamedTuple):
 
 
 def attention(
-    q, k, v, /, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None, sink=None, return_lse=False
+    q,
+    k,
+    v,
+    /,
+    *,
+    causal=False,
+    window=None,
+    scale=None,
+    softcap=None,
+    alibi_slopes=None,
+    sink=None,
+    dropout=0.0,
+    seed=None,
+    return_lse=False,
 ):
     """Standard attention in float64.
 
@@ -32,7 +46,7 @@ def attention(
     ----------
     q, k, v : numpy.ndarray or cupy.ndarray
         `(batch, seqlen, heads, head_dim)`, or the same without `batch`.
-    causal, window, scale, softcap, alibi_slopes, sink, return_lse
+    causal, window, scale, softcap, alibi_slopes, sink, dropout, seed, return_lse
         As in `cupyflash.attention`.
 
     Returns
@@ -53,7 +67,7 @@ def attention(
     total = weights.sum(axis=-1, keepdims=True) + xp.exp(sink - highest)
     empty = (logits == -math.inf).all(axis=-1, keepdims=True)
     p = xp.where(empty, 0.0, weights / xp.where(empty, 1.0, total))
-    out = _join(xp, p @ _split(xp, v, heads_k))
+    out = _join(xp, _dropper(xp, p, dropout, seed)(p) @ _split(xp, v, heads_k))
     if not return_lse:
         return out
     lse = xp.where(empty, sink, highest + xp.log(xp.where(empty, 1.0, total)))
@@ -76,6 +90,8 @@ def attention_backward(
     softcap=None,
     alibi_slopes=None,
     sink=None,
+    dropout=0.0,
+    seed=None,
 ):
     """Gradients of standard attention in float64, from their formulas.
 
@@ -85,7 +101,7 @@ def attention_backward(
     ----------
     dout : numpy.ndarray or cupy.ndarray
         Gradient of `out`.
-    q, k, v, causal, window, scale, softcap, alibi_slopes, sink
+    q, k, v, causal, window, scale, softcap, alibi_slopes, sink, dropout, seed
         As given to `attention`.
     out, lse : ndarray
         What `attention` returned for them.
@@ -106,13 +122,14 @@ def attention_backward(
     dlse = 0.0 if dlse is None else dlse.astype(xp.float64).reshape(lse.shape)
 
     p = xp.where(lse == -math.inf, 0.0, xp.exp(logits - xp.where(lse == -math.inf, 0.0, lse)))
-    dp = dout @ v.swapaxes(-1, -2)
+    drop = _dropper(xp, p, dropout, seed)
+    dp = drop(dout @ v.swapaxes(-1, -2))
     delta = (dout * out).sum(axis=-1, keepdims=True)
     to_all = xp.where(lse == -math.inf, 0.0, dlse - delta)  # a row without keys has no weight to move
     ds = derivative * p * (dp + to_all)
     dq = scale * ds @ k
     dk = scale * ds.swapaxes(-1, -2) @ q
-    dv = p.swapaxes(-1, -2) @ dout
+    dv = drop(p).swapaxes(-1, -2) @ dout
     dk, dv = (x.sum(axis=-3, keepdims=True) for x in (dk, dv))  # over the query heads that share a key head
     dsink = None
     if sink is not None:
@@ -169,6 +186,15 @@ def _sink(xp, sink, heads_k):
     if sink is None:
         return xp.asarray(-math.inf)
     return sink.astype(xp.float64).reshape(heads_k, sink.size // max(1, heads_k), 1, 1)
+
+
+def _dropper(xp, p, dropout, seed):
+    """The function that drops of a matrix like `p`, `(..., heads_k, group, seqlen_q, seqlen_k)`."""
+    dropout, seed = checks.dropout(dropout, seed)
+    *batch, heads_k, group, seqlen_q, seqlen_k = p.shape
+    mask = dropout_mask(*(batch or [1]), heads_k * group, seqlen_q, seqlen_k, dropout=dropout, seed=seed, xp=xp)
+    mask = mask.reshape(p.shape)
+    return lambda x: xp.where(mask, x / (1 - dropout), 0.0)
 
 
 def _split(xp, x, heads_k):

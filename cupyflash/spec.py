@@ -47,6 +47,7 @@ class ForwardSpec(Spec):
     access: int
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -74,6 +75,7 @@ class HopperForwardSpec(Spec):
     access: int
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     blocks_per_sm = 1
 
@@ -113,6 +115,7 @@ class BackwardSpec(Spec):
     access: int
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -165,6 +168,7 @@ class HopperKeysSpec(Spec):
     slots: int
     slots_dout: int
     access: int
+    dropout: bool = False
 
     blocks_per_sm, threads, block_k = 1, 384, 64
 
@@ -186,6 +190,7 @@ class HopperQueriesSpec(Spec):
     slots: int
     slots_v: int
     access: int
+    dropout: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128
 

@@ -18,15 +18,24 @@ SIZES = np.dtype([*((n, "i4") for n in _COUNTS.split()), ("scale", "f4"), ("scal
 _SCORE = [("slopes", "u8"), ("batch", "i8"), ("head", "i8")]
 SCORE = np.dtype([*_SCORE, *((n, "f4") for n in ("inside", "cap", "per_cap")), ("diagonal", "i4")], align=True)
 SINK = np.dtype([("data", "u8"), ("head", "i8")], align=True)
+DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4")])
 FORWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY)]
-    + [("sizes", SIZES), ("score", SCORE), ("sink", SINK)],
+    + [("sizes", SIZES), ("score", SCORE), ("sink", SINK), ("dropout", DROPOUT)],
     align=True,
 )
 BACKWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "dout", "out", "dq", "dk", "dv"))]
     + [*((n, ROW_ARRAY) for n in ("lse", "dlse", "delta"))]
-    + [("dq_sum", "u8"), ("turn", "u8"), ("sizes", SIZES), ("score", SCORE), ("sink", SINK), ("dsink", "u8")],
+    + [
+        ("dq_sum", "u8"),
+        ("turn", "u8"),
+        ("sizes", SIZES),
+        ("score", SCORE),
+        ("sink", SINK),
+        ("dsink", "u8"),
+        ("dropout", DROPOUT),
+    ],
     align=True,
 )
 
@@ -34,10 +43,10 @@ ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "pai
 MAP = np.dtype(("u8", tensor_map.WORDS))
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score", "sink"],
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK],
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688],
-        "itemsize": 704,
+        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score", "sink", "dropout"],
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT],
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704],
+        "itemsize": 768,
     }
 )
 # The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
@@ -53,7 +62,7 @@ HOPPER_BACKWARD_PARAMS = np.dtype(
         "itemsize": _maps + 576,
     }
 )
-FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink")
+FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout")  # and the seed, in the place of one
 BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"),)
 HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map")
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
@@ -83,6 +92,12 @@ def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:
         cap = problem.softcap * math.log2(math.e)
         for name, value in (("inside", problem.scale / problem.softcap), ("cap", cap), ("per_cap", 1 / cap)):
             params["score"][name] = min(max(value, -LARGEST), LARGEST)
+
+
+def fill_dropout(params: np.ndarray, problem: Problem) -> None:
+    """Write the field ``dropout``, but for the seed."""
+    params["dropout"]["threshold"] = int(problem.dropout * 2**32)
+    params["dropout"]["scale"] = 1 / (1 - problem.dropout)
 
 
 def sizes(problem: Problem, section: int) -> tuple:

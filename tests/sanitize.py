@@ -36,7 +36,7 @@ SHAPES = (
     (17, 19, 1, 1, 37, 21),
     (100, 90, 80, 80, 64, 64),  # more tiles than multiprocessors
 )
-MASKS = ({}, {"causal": True}, {"window": (40, 9)})
+MASKS = ({}, {"causal": True}, {"window": (40, 9)}, {"causal": True, "dropout": 0.3, "seed": 1})
 SINKS = (False, True)
 
 PLANTED = r"""

@@ -371,8 +371,8 @@ def test_deterministic_is_a_switch(no_backend):
 
 
 def test_unknown_option(no_backend):
-    with pytest.raises(TypeError, match="dropout"):
-        cupyflash.attention(*arrays(), dropout=0.1)
+    with pytest.raises(TypeError, match="dropout_p"):
+        cupyflash.attention(*arrays(), dropout_p=0.1)
 
 
 def test_a_right_call_does_not_excuse_a_wrong_one():

@@ -165,7 +165,7 @@ template <class A> struct Same<A, A> { static constexpr bool value = true; };
 template <class A> struct Pointer { static constexpr bool value = false; };
 template <class A> struct Pointer<A*> { static constexpr bool value = true; };
 """
-CPP_TYPES = {"i4": "int", "u4": "unsigned int", "i8": "long long", "f4": "float"}
+CPP_TYPES = {"i4": "int", "u4": "unsigned int", "i8": "long long", "u8": "unsigned long long", "f4": "float"}
 
 
 def same_struct(name, dtype, nested, derived=False):
@@ -175,7 +175,7 @@ def same_struct(name, dtype, nested, derived=False):
     for field, (kind, offset, *_) in dtype.fields.items():
         member = f"decltype({struct_}::{field})"
         lines.append(f"static_assert(OFFSET({struct_}, {field}) == {offset});")
-        if kind.str[1:] == "u8":
+        if kind.str[1:] == "u8" and field != "seed":
             lines.append(f"static_assert(Pointer<{member}>::value && sizeof({member}) == 8);")
         else:  # an array of one dtype is nested too: a tensor map
             cpp = nested.get(kind) or CPP_TYPES[kind.str[1:]]
@@ -211,6 +211,7 @@ NESTED = {
     structs.ORDER: "cupyflash::Order",
     structs.SCORE: "cupyflash::Score",
     structs.SINK: "cupyflash::Sink",
+    structs.DROPOUT: "cupyflash::Dropout",
 }
 
 
@@ -223,6 +224,7 @@ def test_struct_twins():
         "Order": structs.ORDER,
         "Score": structs.SCORE,
         "Sink": structs.SINK,
+        "Dropout": structs.DROPOUT,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,

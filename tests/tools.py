@@ -289,6 +289,8 @@ def yardstick(
     softcap=None,
     alibi_slopes=None,
     sink=None,
+    dropout=0.0,
+    seed=None,
 ):
     """What is right, and how far off one may be: `{name: (expected, allowed)}`.
 
@@ -299,6 +301,7 @@ def yardstick(
     """
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
     options["sink"] = sink
+    options |= {"dropout": dropout, "seed": seed}
     xp = reference._namespace(q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[2] // k.shape[2]
@@ -345,7 +348,11 @@ def yardstick(
     total_or_one = xp.where(total == 0, work(1), total)
     p, p_sink = p / total_or_one, p_sink / total_or_one
     lse = xp.where(total == 0, -work(math.inf), highest + xp.log(total_or_one))
-    o = rounded(rounded(p) @ v_)
+    factor = work(1)
+    if dropout:
+        mask = cupyflash.dropout_mask(*(q.shape[i] for i in (0, 2, 1)), k.shape[1], dropout=dropout, seed=seed, xp=xp)
+        factor = mask.reshape(p.shape) / work(1 - dropout)
+    o = rounded(rounded(factor * p) @ v_)
 
     steepest = _largest(xp, terms_of_s)
     eps, work_eps = float(ml_dtypes.finfo(dtype).eps), float(np.finfo(work).eps)
@@ -357,7 +364,7 @@ def yardstick(
         error = _largest(xp, right - plain)
         return right, 2 * error + slack * eps * (_largest(xp, right) + _largest(xp, magnitude)) + tiny
 
-    results = {"out": bound(expected, per_query(o), rss(p, v_))}
+    results = {"out": bound(expected, per_query(o), rss(factor * p, v_))}
     lse = lse.reshape(expected_lse.shape)
     results["lse"] = (expected_lse, 2 * _largest(xp, expected_lse - lse) + 8 * work_eps * (1 + steepest))
     if dout is None:
@@ -368,7 +375,7 @@ def yardstick(
     delta = (do * o).sum(axis=-1, keepdims=True)
     if dlse is not None:
         delta = delta - dlse.astype(work).reshape(delta.shape)
-    dp = do @ transposed(v_)
+    dp = factor * (do @ transposed(v_))
     ds = rounded(derivative * p * (dp - delta))
     if softcap is not None:
         derivative = derivative + 2 * work_eps / (slack * eps)  # where tanh is nearly 1 it has few digits
@@ -380,8 +387,8 @@ def yardstick(
     dk_floor = abs(scale) * (rss(transposed(term), q_) + rss(transposed(p_ds * delta_error), q_))
     results["dq"] = bound(gradients.dq, per_query(rounded(scale * (ds @ k_))), dq_floor)
     results["dk"] = bound(gradients.dk, rounded(per_key(scale * (transposed(ds) @ q_))), dk_floor * group**0.5)
-    dv_floor = rss(transposed(p), do) * group**0.5
-    results["dv"] = bound(gradients.dv, rounded(per_key(transposed(rounded(p)) @ do)), dv_floor)
+    dv_floor = rss(transposed(factor * p), do) * group**0.5
+    results["dv"] = bound(gradients.dv, rounded(per_key(transposed(rounded(factor * p)) @ do)), dv_floor)
     if sink is not None:
         terms, floors = -p_sink * delta, p_sink * (abs(delta) + delta_error)
         dsink, floor = (x.sum(axis=(0, 3, 4)).ravel() for x in (terms, floors * floors))

@@ -57,6 +57,12 @@ struct Sink {  // of each query head: a logit without a key, in the sums of all 
   __device__ __forceinline__ float of(int h) const { return data == nullptr ? -kInfinity : data[h * head]; }
 };
 
+struct Dropout {  // core/dropout.cuh
+  uint64 seed;
+  uint32 threshold;  // a weight whose random number is less is dropped
+  float scale;       // 1 / (1 - probability)
+};
+
 struct Order {   // of the tiles of persistent blocks
   int heads;     // of one batch that have tiles of their own
   int tiles;     // of one head
@@ -71,6 +77,7 @@ struct ForwardParams {
   Sizes sizes;
   Score score;
   Sink sink;
+  Dropout dropout;
 };
 
 struct BackwardParams {
@@ -85,6 +92,7 @@ struct BackwardParams {
   Score score;
   Sink sink;
   float* dsink;  // (heads_q)
+  Dropout dropout;
 };
 
 struct Matrix {  // one head of an array in global memory; stride in bytes

@@ -13,7 +13,7 @@ struct ForwardSpec {
   bool q_in_registers;
   bool float32_out;
   int access;  // bytes of one global load or store: 16, 8, 4 or 2
-  bool softcap, alibi;
+  bool softcap, alibi, dropout;
 
   __device__ constexpr int rows_per_warp() const { return block_q / warps; }
   // P stays in registers where the warp that made it is the one that needs it.
@@ -31,7 +31,7 @@ struct HopperForwardSpec {
   bool packed;  // the rows of a tile are those of all heads that share a key head, query by query
   bool float32_out;
   int access;  // of the stores of out; 16: by the copy engine
-  bool softcap, alibi;
+  bool softcap, alibi, dropout;
 
   __device__ constexpr bool staged() const { return access == 16; }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
@@ -51,7 +51,7 @@ struct BackwardSpec {
   int blocks_per_sm;
   bool deterministic;
   int access;
-  bool softcap, alibi;
+  bool softcap, alibi, dropout;
 
   // P and dS stay in registers where the warp that made them is the one that needs them.
   __device__ constexpr bool p_in_registers() const { return score_warps_k == warps && grad_warps_k == warps; }
@@ -77,6 +77,7 @@ struct HopperKeysSpec {      // of the kernel of dk and dv
   int kept;                  // columns of k and v, in units of 64, that stay in registers
   int slots, slots_dout;     // tiles of q and of dout in flight
   int access;                // of the stores of dk and dv
+  bool dropout;
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return 240; }
@@ -87,6 +88,7 @@ struct HopperQueriesSpec {   // of the kernel of dq
   int head_dim, head_dim_v;  // 64, 128, 192 or 256
   int slots, slots_v;        // tiles of k and of v in flight
   int access;                // of the stores of dq
+  bool dropout;
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return 240; }

@@ -3,8 +3,10 @@
 // group, so that dk and dv are summed in registers. Scores are kept transposed (keys x queries):
 //   S^T = k q^T    P^T = exp(scale S^T - lse)    dP^T = v dout^T    dS^T = P^T (dP^T - delta)
 //   dv += P^T dout    dk += dS^T q    dq += dS k      (dq in float32, reduced in global memory)
+// With dropout, P^T in dv and dP^T lack what is dropped and are scaled; P^T in dS^T is whole.
 #pragma once
 
+#include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
@@ -165,6 +167,11 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         for (int i = 0; i < 4; ++i)
           prob[t].x[j][i] = exp2f(fmaf(prob[t].x[j][i], change.scale_log2(), i % 2 ? -lse.y : -lse.x));
     }
+    const Dropping dropping = {p.dropout, work.batch, head};
+    if constexpr (kSpec.dropout)
+#pragma unroll
+      for (int t = 0; t < kScoreRows / 16; ++t)
+        dropping.mark<Rows::kKeys>(prob[t], first_key + score_row + 16 * t, first_query + score_col);
 
     Accumulator<kScoreCols> ds[kScoreRows / 16];
 #pragma unroll
@@ -176,7 +183,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
       for (int t = 0; t < kScoreRows / 16; ++t)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) ds[t].x[j][i] = prob[t].x[j][i] * (ds[t].x[j][i] - (i % 2 ? delta.y : delta.x));
+        for (int i = 0; i < 4; ++i) {
+          const float of_row = i % 2 ? delta.y : delta.x;
+          if constexpr (kSpec.dropout)
+            ds[t].x[j][i] = dropping.gradient(prob[t].x[j][i], ds[t].x[j][i], of_row);
+          else
+            ds[t].x[j][i] = prob[t].x[j][i] * (ds[t].x[j][i] - of_row);
+        }
       if constexpr (kSpec.softcap) {
         const int col = first_query + score_col + 8 * j + prob[0].col();
         const float2 lse = statistics(stage).lse_of(score_col + 8 * j + prob[0].col());
@@ -184,13 +197,16 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         for (int t = 0; t < kScoreRows / 16; ++t)
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float exponent = log2f(prob[t].x[j][i]) + (i % 2 ? lse.y : lse.x);
+            const float exponent = log2f(fabsf(prob[t].x[j][i])) + (i % 2 ? lse.y : lse.x);
             ds[t].x[j][i] *= change.derivative(exponent, slope, float(place(t, i / 2) - col - i % 2));
           }
       }
     }
 #pragma unroll
-    for (int t = 0; t < kScoreRows / 16; ++t) ds_tile.template store<T>(ds[t], score_row + 16 * t, score_col);
+    for (int t = 0; t < kScoreRows / 16; ++t) {
+      ds_tile.template store<T>(ds[t], score_row + 16 * t, score_col);
+      if constexpr (kSpec.dropout) dropping.drop_marked(prob[t]);
+    }
 
     if constexpr (kSpec.p_in_registers()) {
       product<T, kBlockQ / 16>(dv, rounded<T>(prob), Right(dout_tile(stage), grad_col_v));
@@ -246,6 +262,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
   for (int t = 0; t < kGradRows / 16; ++t) {
     dk[t].scale_rows(s.scale, s.scale);
+    if constexpr (kSpec.dropout) dv[t].scale_rows(p.dropout.scale, p.dropout.scale);
     if constexpr (kAccess < 16) {
       store_direct<T, kAccess>(dk[t], dk_target, first_key + grad_row + 16 * t, grad_col);
       store_direct<T, kAccess>(dv[t], dv_target, first_key + grad_row + 16 * t, grad_col_v);

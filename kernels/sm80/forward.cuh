@@ -3,6 +3,7 @@
 // first.
 #pragma once
 
+#include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
@@ -69,6 +70,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Band band(s);
   const ScoreChange<kSpec.softcap, kSpec.alibi> change = {p.score, s};
   const float slope = change.slope(work.batch, work.head);
+  const Dropping dropping = {p.dropout, work.batch, work.head};
   const int first_row = work.tile * kSpec.block_q, warp = warp_index(), warp_row = warp * kSpec.rows_per_warp();
   const int out_row = warp % kSpec.out_warps_q * kOutRows, out_col = warp / kSpec.out_warps_q * kOutCols;
   const Range rows = {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1};
@@ -85,6 +87,11 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       const float* factors = row_factors + out_row + 16 * t;
       out[t].scale_rows(factors[out[t].row(0)], factors[out[t].row(1)]);
     }
+  };
+  const auto drop = [&](Accumulator<kSpec.block_k>(&weights)[kRowTiles], int first_key) {
+    if constexpr (kSpec.dropout)
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) dropping.drop(weights[t], first_row + warp_row + 16 * t, first_key);
   };
   const auto hand_over = [&](int t, int half, float factor) {
     if (lane_index() % 4 == 0) row_factors[warp_row + 16 * t + out[0].row(half)] = factor;
@@ -153,6 +160,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) out[t].scale_rows(factor[t][0], factor[t][1]);
       });
+      drop(scores, first_key);
       product<T, kSpec.block_k / 16>(out, rounded<T>(scores), Right(v_tile(stage)));
     } else {
       float factors[kRowTiles][2];
@@ -162,6 +170,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         for (int t = 0; t < kRowTiles; ++t) factors[t][0] = factor[t][0], factors[t][1] = factor[t][1];
         grew = true;
       });
+      drop(scores, first_key);
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
         p_tile.template store<T>(scores[t], warp_row + 16 * t, 0);
@@ -188,6 +197,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       softmax.finish(t, half, change.scale(), p.sink.of(work.head), inverse[half], lse[half]);
+      if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
       const int row = first_row + warp_row + 16 * t + out[0].row(half);
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && row < s.seqlen_q)
         p.lse.at(work.batch, work.head)[row * p.lse.row] = lse[half];

@@ -7,6 +7,7 @@
 // has its next scores issued before the sum that the last ones go into, and computes while the sum goes on.
 #pragma once
 
+#include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -281,7 +282,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       const Range tiles = tiles_of_work(), seen_by_all = queries_of_all(band, {first_key, first_key + kTile - 1});
       Accumulator<kSpec.head_dim_v> dv;
       dv.clear();
-      int tile = tiles.first;
+      int tile = tiles.first, head = work.head * s.group;
       const auto weigh = [&](Accumulator<kTile>& prob, uint32(&weights)[kTile / 16][4]) {
         const int first_query = tile * kTile;
         if (first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last)
@@ -292,13 +293,22 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
 #pragma unroll
           for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
         }
+        if constexpr (kSpec.dropout)
+          Dropping{p.dropout, work.batch, head}.template mark<Rows::kKeys>(prob, first_key + warp_row, first_query);
 #pragma unroll
         for (int step = 0; step < kTile / 16; ++step) prob.template operand<T>(weights[step], step);
         handover.put(weights);
+        if constexpr (kSpec.dropout) {
+          Dropping::drop_marked(prob);
+#pragma unroll
+          for (int step = 0; step < kTile / 16; ++step) prob.template operand<T>(weights[step], step);
+          if (tile == tiles.last) ++head;
+        }
         tile = tile == tiles.last ? tiles.first : tile + 1;
       };
       const int count = (tiles.last - tiles.first + 1) * s.group;
       if (count > 0) accumulate(queries, douts, dv, count, zero, weigh);
+      if constexpr (kSpec.dropout) dv.scale_rows(p.dropout.scale, p.dropout.scale);
       store<T, kSpec.access>(dv, head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v), first_key + warp_row);
     }
   } else {  // dk
@@ -308,6 +318,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       Accumulator<kSpec.head_dim> dk;
       dk.clear();
       const auto weigh = [&](Accumulator<kTile>& ds, uint32(&weights)[kTile / 16][4]) {
+        const Dropping dropping = {p.dropout};
         handover.wait();
 #pragma unroll
         for (int step = 0; step < kTile / 16; ++step) {
@@ -319,8 +330,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
             const float2 delta = *reinterpret_cast<const float2*>(douts.statistic() + 8 * j + ds.col());
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              ds.x[j][2 * i] = prob[2 * half + i].x * (ds.x[j][2 * i] - delta.x);
-              ds.x[j][2 * i + 1] = prob[2 * half + i].y * (ds.x[j][2 * i + 1] - delta.y);
+              const float2 weight = prob[2 * half + i];
+              float &x = ds.x[j][2 * i], &y = ds.x[j][2 * i + 1];
+              x = kSpec.dropout ? dropping.gradient(weight.x, x, delta.x) : weight.x * (x - delta.x);
+              y = kSpec.dropout ? dropping.gradient(weight.y, y, delta.y) : weight.y * (y - delta.y);
             }
           }
           ds.template operand<T>(weights[step], step);

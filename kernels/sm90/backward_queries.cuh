@@ -4,6 +4,7 @@
 //   S = q k^T    P = exp(scale S - lse)    dP = dout v^T    dS = P (dP - delta)    dq += dS k
 #pragma once
 
+#include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -108,6 +109,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
     for (int step = 0; step < kBlockK / 16; ++step) Wgmma<T, kDim>::times(dq.x, weights[step], k[step]);
     wgmma_commit();
   };
+  const auto dropping = [&] { return Dropping{p.dropout, works.work.batch, works.work.head}; };
   const auto exponentiate = [&](int tile) {  // S -> P
     const int first_key = tile * kBlockK;
     const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, s.seqlen_q) - 1});
@@ -117,6 +119,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
     for (int j = 0; j < kBlockK / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, -lse[i / 2]));
+    if constexpr (kSpec.dropout) dropping().template mark<Rows::kQueries>(prob, first_query + warp_row, first_key);
   };
   const auto weigh = [&] {  // dP -> dS
 #pragma unroll
@@ -124,7 +127,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
 #pragma unroll
       for (int j = 2 * step; j < 2 * step + 2; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) ds.x[j][i] = prob.x[j][i] * (ds.x[j][i] - delta[i / 2]);
+        for (int i = 0; i < 4; ++i) {
+          const float weight = prob.x[j][i], dp = ds.x[j][i];
+          ds.x[j][i] = kSpec.dropout ? dropping().gradient(weight, dp, delta[i / 2]) : weight * (dp - delta[i / 2]);
+        }
       ds.template operand<T>(weights[step], step);
     }
   };

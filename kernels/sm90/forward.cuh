@@ -3,6 +3,7 @@
 // the products of the next tile with the softmax of this one, and take turns at the tensor cores.
 #pragma once
 
+#include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
@@ -23,6 +24,7 @@ struct HopperForwardParams {
   int queries;  // of 64 rows: fewer where the rows are packed
   Score score;
   Sink sink;
+  Dropout dropout;
 };
 
 template <class T, HopperForwardSpec kSpec>
@@ -38,6 +40,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots;
   constexpr bool kStaged = kSpec.staged();
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
+  static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[kTeams * kBarriers];
@@ -169,6 +172,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       factor[0] = by[0][0], factor[1] = by[0][1];
       raised = true;
     });
+    if constexpr (kSpec.dropout)
+      Dropping{p.dropout, works.work.batch, works.work.head}.drop(scores[0], first_query + warp_row, first_key);
     return raised;
   };
   const auto round_weights = [&] {
@@ -183,6 +188,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       const int row = warp_row + out[0].row(half), query = query_of(row);
       const int head = head_of_row(work, row);
       softmax.finish(0, half, change.scale(), p.sink.of(head), inverse[half], lse[half]);
+      if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && query < min(first_query + queries, s.seqlen_q))
         p.lse.at(work.batch, head)[query * p.lse.row] = lse[half];
     }
