@@ -245,7 +245,7 @@ def test_no_copy(name, monkeypatch):
     out = cupyflash.attention(*[from_numpy(name, x) for x in args[1:]])
     for x, view in zip((*args[1:], to_numpy(out)), seen, strict=False):
         assert x.__array_interface__["data"][0] == view.__array_interface__["data"][0]
-    assert seen[4:] == [None, None, 0]  # lse, slopes, seed
+    assert seen[4:] == [None, None, None, 0]  # lse, slopes, sink, seed
 
 
 def test_jax_without_copy(monkeypatch):
