@@ -299,7 +299,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     access = 16 if access == 16 else min(access, 4)
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access)
+    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem))
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
 
 
@@ -320,8 +320,8 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
     """
     access = 16 if access == 16 else min(access, 4)
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
-    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[max(d, dv)], access)
-    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[max(d, dv)], access)
+    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[max(d, dv)], access, *_change(problem))
+    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[max(d, dv)], access, *_change(problem))
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
         Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),

@@ -275,11 +275,11 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, determini
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90" and problem.softcap is None and not problem.alibi:
+    if path == "sm90":
         if choose.split(problem):
-            plan = _plan_split_backward(device, problem, arrays, lse, dlse)
+            plan = _plan_split_backward(device, problem, arrays, lse, dlse, slopes)
         else:
-            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, deterministic)
+            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, slopes, deterministic)
     return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, deterministic)
 
 
@@ -292,8 +292,7 @@ def _plan_portable_backward(
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
     params = np.zeros(1, BACKWARD_PARAMS)
-    _fill_backward(params, problem, arrays, lse, dlse)
-    fill_score(params, problem, slopes)
+    _fill_backward(params, problem, arrays, lse, dlse, slopes)
     params["sizes"] = sizes(problem, _backward_section(problem))
     launches = (
         _launch_before(problem, choose.before_backward(main, out.dtype == np.float32, access)),
@@ -333,7 +332,9 @@ def _statistic_rows(problem: Problem) -> int:
     return -(-problem.seqlen_q // STATISTIC_TILE) * STATISTIC_TILE
 
 
-def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, deterministic: bool) -> Plan | None:
+def _plan_hopper_backward(
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, deterministic: bool
+) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout."""
     *copied, out, dq, dk, dv = arrays
     if not all(map(tensor_map.possible, copied)):
@@ -354,7 +355,7 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, lse, dls
     if cooperative:
         most = most // tiles * tiles
     params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem, L2_SHARE_SUMMED))
-    _fill_backward(params, problem, arrays, lse, dlse)
+    _fill_backward(params, problem, arrays, lse, dlse, slopes)
     launches = (
         _launch_before(problem, before),
         Launch.of(main, min(most, runs), cooperative),
@@ -375,7 +376,7 @@ def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[i
     return True
 
 
-def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse) -> Plan | None:
+def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, slopes) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout.
 
     No sum depends on the order in which blocks run, so that every call is deterministic.
@@ -396,7 +397,7 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     params["keys"], runs_k = _order(problem, problem.heads_k, tiles_k, most)
     params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
     params["sizes"] = sizes(problem, section)
-    _fill_backward(params, problem, arrays, lse, dlse)
+    _fill_backward(params, problem, arrays, lse, dlse, slopes)
     launches = (
         _launch_before(problem, before),
         Launch.of(keys, min(most, runs_k)),
@@ -405,7 +406,8 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
 
 
-def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse) -> None:
+def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, slopes) -> None:
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
         fill(params, name, x)
+    fill_score(params, problem, slopes)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

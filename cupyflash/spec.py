@@ -136,6 +136,8 @@ class HopperBackwardSpec(Spec):
     key_slots: int
     deterministic: bool
     access: int
+    softcap: bool = False
+    alibi: bool = False
 
     blocks_per_sm = 1
 
@@ -165,6 +167,8 @@ class HopperKeysSpec(Spec):
     slots: int
     slots_dout: int
     access: int
+    softcap: bool = False
+    alibi: bool = False
 
     blocks_per_sm, threads, block_k = 1, 384, 64
 
@@ -186,6 +190,8 @@ class HopperQueriesSpec(Spec):
     slots: int
     slots_v: int
     access: int
+    softcap: bool = False
+    alibi: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128
 

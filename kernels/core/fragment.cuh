@@ -32,6 +32,10 @@ struct Accumulator {
   // Sets to `hidden` what `visible(row)`, a Range of columns, leaves out.
   template <class Visible>
   __device__ __forceinline__ void hide(int first_row, int first_col, float hidden, Visible visible) {
+    each_hidden(first_row, first_col, visible, [&](int j, int i) { x[j][i] = hidden; });
+  }
+  template <class Visible, class Hide>
+  __device__ __forceinline__ static void each_hidden(int first_row, int first_col, Visible visible, Hide hide) {
     first_row = opaque(first_row);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -41,7 +45,7 @@ struct Accumulator {
       for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (8 * j + i < first || 8 * j + i > last) x[j][2 * half + i] = hidden;
+          if (8 * j + i < first || 8 * j + i > last) hide(j, 2 * half + i);
     }
   }
 
@@ -65,5 +69,16 @@ template <class T, int kCols, int kRowTiles>
 __device__ __forceinline__ Rounded<T, kCols, kRowTiles> rounded(const Accumulator<kCols> (&x)[kRowTiles]) {
   return {x};
 }
+
+// The same, rounded before.
+template <int kSteps, int kRowTiles>
+struct Held {
+  const uint32 (&x)[kRowTiles][kSteps][4];
+  __device__ __forceinline__ explicit Held(const uint32 (&x)[kRowTiles][kSteps][4]) : x(x) {}
+  __device__ __forceinline__ void operator()(uint32 (&a)[4], int row_tile, int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = x[row_tile][step][i];
+  }
+};
 
 }  // namespace cupyflash

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "core/epilogue.cuh"
+#include "core/score.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -27,8 +28,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[Tiles::kBarriers];
   __shared__ Job jobs[kSpec.stages];
+  __shared__ Alibi alibis[kSpec.stages];
   __shared__ KeyTile key_tiles[kSpec.key_slots];
-  Tiles tiles(first_tile(shared), barriers, jobs, key_tiles);
+  Tiles tiles(first_tile(shared), barriers, jobs, alibis, key_tiles);
   if (threadIdx.x == 0) {
     tiles.init();
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
@@ -46,6 +48,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   }
 
   take_registers<kSpec.registers()>();
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  const Change change = {p.score, s};
   const int group = role - 1;
   const auto warp_row = [] { return int(opaque(threadIdx.x) / 32 % 4 * 16); };
   const Turns<kGroups> turns = {group, 1};
@@ -60,6 +64,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   int flags = 0, flags_before = 0, blocks = 0;
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
+  Alibi alibi = {};
   constexpr bool kReadsAhead = kSpec.access == 16;  // the narrow stores have no registers left for lse
 
   // All rings of queries count alike. `ahead` is 1 for the next tile, -1 for the one before.
@@ -126,6 +131,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     const Job& job = tiles.job(ahead);
     flags_before = flags, part_before = part();
     flags = job.flags, block = job.block, blocks = job.blocks;
+    if constexpr (kSpec.alibi) alibi = tiles.alibi(ahead);
   };
   const auto read_lse = [&](int ahead, int first, int end) {
 #pragma unroll
@@ -154,19 +160,27 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   const auto weigh = [&] {
     wgmma_wait<1>();  // S^T is there
     if constexpr (!kReadsAhead) read_lse(0, 0, kBlockQ / 16);
-    if (flags >> group & 1) {
-      const Band band(s);
-      prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query, hidden_score(s),
-                [&](int key) { return band.queries(key); });
-    }
+    const auto lse_of = [&](int j, int i) {
+      const float4& four = lse[j / 2];
+      return j % 2 ? i % 2 ? four.w : four.z : i % 2 ? four.y : four.x;
+    };
+    const auto visible = [&](int key) { return Band(s).queries(key); };
+    if constexpr (Change::kAny) {
+      const Slant slant = change.slant(
+          0, [&](int half) { return alibi.origin + 64 * group + warp_row() + prob.row(half); },
+          [&](int) { return alibi.slope; });
+      change.template weigh<T>(prob, prob_operand, slant, [&](int j, int i) { return -lse_of(j, i); });
+      if (flags >> group & 1)
+        change.hide(prob, prob_operand, tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
+                    visible);
+    } else {
+      if (flags >> group & 1)
+        prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query, hidden_score(s),
+                  visible);
 #pragma unroll
-    for (int step = 0; step < kBlockQ / 16; ++step) {
-      const float4 base = lse[step];
+      for (int j = 0; j < kBlockQ / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& x = prob.x[2 * step + i / 4][i % 4];
-        x = exp2f(fmaf(x, s.scale_log2, -(i < 4 ? i % 2 ? base.y : base.x : i % 2 ? base.w : base.z)));
-      }
+        for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, -lse_of(j, i)));
     }
     float4 deltas[kBlockQ / 16];
 #pragma unroll
@@ -177,7 +191,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
 #pragma unroll
     for (int step = 0; step < kBlockQ / 16; ++step) {
       const float4 delta = deltas[step];
-      prob.template operand<T>(prob_operand[step], step);
+      if constexpr (!kSpec.softcap) prob.template operand<T>(prob_operand[step], step);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float& x = ds.x[2 * step + i / 4][i % 4];
