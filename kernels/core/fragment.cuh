@@ -55,7 +55,27 @@ struct Accumulator {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = T::pack(x[2 * step + i / 2][2 * (i % 2)], x[2 * step + i / 2][2 * (i % 2) + 1]);
   }
+  // And back.
+  template <class T>
+  __device__ __forceinline__ void widen(const uint32 (&a)[4], int step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = T::unpack(a[i]);
+      x[2 * step + i / 2][2 * (i % 2)] = pair.x, x[2 * step + i / 2][2 * (i % 2) + 1] = pair.y;
+    }
+  }
 };
+
+// Of such operands, the columns 8 * j, 8 * j + 1 in both rows, and one element of them.
+template <class T, int kSteps>
+__device__ __forceinline__ void round(uint32 (&operand)[kSteps][4], int j, const float (&x)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) operand[j / 2][2 * (j % 2) + half] = T::pack(x[2 * half], x[2 * half + 1]);
+}
+template <int kSteps>
+__device__ __forceinline__ void clear(uint32 (&operand)[kSteps][4], int j, int i) {
+  operand[j / 2][2 * (j % 2) + i / 2] &= i % 2 ? 0xffffu : 0xffff0000u;
+}
 
 // A 16-bit A operand made of accumulators: the left factor that never was in shared memory.
 template <class T, int kCols, int kRowTiles>
@@ -69,16 +89,5 @@ template <class T, int kCols, int kRowTiles>
 __device__ __forceinline__ Rounded<T, kCols, kRowTiles> rounded(const Accumulator<kCols> (&x)[kRowTiles]) {
   return {x};
 }
-
-// The same, rounded before.
-template <int kSteps, int kRowTiles>
-struct Held {
-  const uint32 (&x)[kRowTiles][kSteps][4];
-  __device__ __forceinline__ explicit Held(const uint32 (&x)[kRowTiles][kSteps][4]) : x(x) {}
-  __device__ __forceinline__ void operator()(uint32 (&a)[4], int row_tile, int step) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = x[row_tile][step][i];
-  }
-};
 
 }  // namespace cupyflash

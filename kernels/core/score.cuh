@@ -7,8 +7,8 @@
 
 namespace cupyflash {
 
-// t and 1 - t^2. The latter is 4 e / (1 + e)^2, e = exp(-2 |u|): no digits are lost where t is near 1, and it is 0 where
-// e is. What a score becomes depends on it alone: !kFar only leaves out what none needs.
+// t and 1 - t^2. The latter is 4 e / (1 + e)^2, e = exp(-2 |u|): no digits are lost where t is near 1, and it is 0
+// where e is. What a score becomes depends on it alone: !kFar only leaves out what none needs.
 struct Tanh {
   static constexpr float kSeries = 0.25f;  // below it t by a series: 1 - 2 e / (1 + e) would lose digits
   float value, derivative;
@@ -29,6 +29,11 @@ struct Tanh {
 // Where the two rows of a lane meet the diagonal, in columns from its first one on, and their slopes.
 struct Slant {
   float origin[2], slope[2];
+};
+
+template <int kCols>
+struct Weights {  // rounded: P, and P times the derivative of softcap
+  uint32 prob[kCols / 16][4], changed[kCols / 16][4];
 };
 
 template <bool kSoftcap, bool kAlibi>
@@ -68,39 +73,40 @@ struct ScoreChange {
         });
   }
 
-  // Scores -> P, multiplied by the derivative of softcap: what dS has of it. If there is one, P alone becomes the
-  // `operand`, here, where both are known. `base(j, i)`: minus the lse of x[j][i].
-  template <class T, int kCols, class Base>
-  __device__ __forceinline__ void weigh(Accumulator<kCols>& x, uint32 (&operand)[kCols / 16][4], const Slant& slant,
+  // For the backward: scores -> P. With softcap, P only becomes an operand, for dv, and what takes the place of the
+  // scores is P times the derivative, the factor of dS: both are made here, where the derivative is known. kTight:
+  // where few registers are left, that becomes an operand as well, kPart * 8 columns at a time. `base(j, i)`: minus the
+  // lse of x[j][i].
+  template <class T, bool kTight, int kPart = 2, int kCols, class Base>
+  __device__ __forceinline__ void weigh(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
                                         Base base) const {
-    each(x, slant, base, [&](int j, const float (&exponent)[4], const float (&derivative)[4]) {
+    each<kPart>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&derivative)[4]) {
+      float (&p)[4] = x.x[j];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x.x[j][i] = exp2f(exponent[i]);
+      for (int i = 0; i < 4; ++i) p[i] = exp2f(exponent[i]);
       if constexpr (kSoftcap) {
+        round<T>(rounded.prob, j, p);
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          operand[j / 2][2 * (j % 2) + half] = T::pack(x.x[j][2 * half], x.x[j][2 * half + 1]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x.x[j][i] *= derivative[i];
+        for (int i = 0; i < 4; ++i) p[i] *= derivative[i];
+        if constexpr (kTight) round<T>(rounded.changed, j, p);
       }
     });
   }
-  // After `weigh`, for the backward: the mask.
+  // After it, what `visible(row)`, a Range of columns, leaves out -> 0.
   template <int kCols, class Visible>
-  __device__ __forceinline__ void hide(Accumulator<kCols>& x, uint32 (&operand)[kCols / 16][4], int first_row,
-                                       int first_col, Visible visible) const {
+  __device__ __forceinline__ void hide(Accumulator<kCols>& x, Weights<kCols>& rounded, int first_row, int first_col,
+                                       Visible visible) const {
     x.each_hidden(first_row, first_col, visible, [&](int j, int i) {
       x.x[j][i] = 0.f;
-      if constexpr (kSoftcap) operand[j / 2][2 * (j % 2) + i / 2] &= i % 2 ? 0xffffu : 0xffff0000u;
+      if constexpr (kSoftcap) clear(rounded.prob, j, i), clear(rounded.changed, j, i);
     });
   }
 
  private:
   // `use(j, exponent, derivative)` of the columns 8 * j, 8 * j + 1 in both rows. Part by part: with all scores on their
   // way at once the compiler has not enough registers.
-  template <int kCols, class Base, class Use>
+  template <int kPart = 2, int kCols, class Base, class Use>
   __device__ __forceinline__ void each(Accumulator<kCols>& x, const Slant& slant, Base base, Use use) const {
-    constexpr int kPart = 2;
 #pragma unroll
     for (int first = 0; first < kCols / 8; first += kPart) {
       bool far = false;

@@ -142,10 +142,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 
     const int first_query = tile * kBlockQ;
     const float slope = change.slope(work.batch, head);
-    uint32 prob_operand[kScoreRows / 16][kScoreCols / 16][4];  // P, if softcap: `prob` is P times the derivative then
+    Weights<kScoreCols> weights[kScoreRows / 16];
     const bool keys_exist = first_key + kBlockK <= s.seqlen_k;
-    const bool masked =
-        !keys_exist || first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last;
+    const bool masked = !keys_exist || first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last;
     const auto visible = [&](int key) { return band.queries(key); };
     if constexpr (Change::kAny) {
 #pragma unroll
@@ -154,13 +153,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         const Slant slant = change.slant(
             first_query + score_col, [&](int half) { return first_row + prob[t].row(half) - p.score.diagonal; },
             [&](int) { return slope; });
-        change.template weigh<T>(prob[t], prob_operand[t], slant, [&](int j, int i) {
+        change.template weigh<T, false>(prob[t], weights[t], slant, [&](int j, int i) {
           const float2 lse = statistics(stage).lse_of(score_col + 8 * j + prob[t].col());
           return i % 2 ? -lse.y : -lse.x;
         });
-        if (masked) change.hide(prob[t], prob_operand[t], first_row, first_query + score_col, visible);
+        if (masked) change.hide(prob[t], weights[t], first_row, first_query + score_col, visible);
         if constexpr (kSpec.softcap && !kSpec.p_in_registers())
-          p_tile.store(prob_operand[t], score_row + 16 * t, score_col);
+          p_tile.store(weights[t].prob, score_row + 16 * t, score_col);
       }
     } else {
       if (masked) {
@@ -195,8 +194,12 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     for (int t = 0; t < kScoreRows / 16; ++t) ds_tile.template store<T>(ds[t], score_row + 16 * t, score_col);
 
     if constexpr (kSpec.p_in_registers()) {
+      const auto held = [&](uint32(&a)[4], int t, int step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = weights[t].prob[step][i];
+      };
       if constexpr (kSpec.softcap)
-        product<T, kBlockQ / 16>(dv, Held(prob_operand), Right(dout_tile(stage), grad_col_v));
+        product<T, kBlockQ / 16>(dv, held, Right(dout_tile(stage), grad_col_v));
       else
         product<T, kBlockQ / 16>(dv, rounded<T>(prob), Right(dout_tile(stage), grad_col_v));
       product<T, kBlockQ / 16>(dk, rounded<T>(ds), Right(q_tile(stage), grad_col));

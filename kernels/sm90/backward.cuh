@@ -64,8 +64,11 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   int flags = 0, flags_before = 0, blocks = 0;
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
-  Alibi alibi = {};
-  constexpr bool kReadsAhead = kSpec.access == 16;  // the narrow stores have no registers left for lse
+  // The narrow stores have no registers left for lse; softcap with 128 queries none for delta.
+  constexpr bool kReadsAhead = kSpec.access == 16, kDeltaAhead = !(kSpec.softcap && kBlockQ == 128);
+  constexpr int kPart = kSpec.access == 16 ? 2 : 1;
+  // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
+  const uint32 zero = s.group < 0;
 
   // All rings of queries count alike. `ahead` is 1 for the next tile, -1 for the one before.
   const auto issue_scores = [&](int ahead, int keys_ahead) {  // S^T = k q^T
@@ -131,7 +134,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     const Job& job = tiles.job(ahead);
     flags_before = flags, part_before = part();
     flags = job.flags, block = job.block, blocks = job.blocks;
-    if constexpr (kSpec.alibi) alibi = tiles.alibi(ahead);
   };
   const auto read_lse = [&](int ahead, int first, int end) {
 #pragma unroll
@@ -158,20 +160,23 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     dk.clear(), dv.clear();
   };
   const auto weigh = [&] {
+    Alibi alibi = {};
+    if constexpr (kSpec.alibi) alibi = tiles.alibi();
     wgmma_wait<1>();  // S^T is there
-    if constexpr (!kReadsAhead) read_lse(0, 0, kBlockQ / 16);
+    if constexpr (!kReadsAhead && !kSpec.softcap) read_lse(0, 0, kBlockQ / 16);
     const auto lse_of = [&](int j, int i) {
-      const float4& four = lse[j / 2];
+      const float4 four = kSpec.softcap && !kReadsAhead ? statistics(0)[8 * (j / 2)] : lse[j / 2];
       return j % 2 ? i % 2 ? four.w : four.z : i % 2 ? four.y : four.x;
     };
     const auto visible = [&](int key) { return Band(s).queries(key); };
+    Weights<kBlockQ> weights;
     if constexpr (Change::kAny) {
       const Slant slant = change.slant(
           0, [&](int half) { return alibi.origin + 64 * group + warp_row() + prob.row(half); },
           [&](int) { return alibi.slope; });
-      change.template weigh<T>(prob, prob_operand, slant, [&](int j, int i) { return -lse_of(j, i); });
+      change.template weigh<T, true, kPart>(prob, weights, slant, [&](int j, int i) { return -lse_of(j, i); });
       if (flags >> group & 1)
-        change.hide(prob, prob_operand, tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
+        change.hide(prob, weights, tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
                     visible);
     } else {
       if (flags >> group & 1)
@@ -182,16 +187,24 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
 #pragma unroll
         for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, -lse_of(j, i)));
     }
+    const auto read_delta = [&](int step) { return statistics(0)[8 * step + 4]; };
     float4 deltas[kBlockQ / 16];
+    if constexpr (kDeltaAhead)
 #pragma unroll
-    for (int step = 0; step < kBlockQ / 16; ++step) deltas[step] = statistics(0)[8 * step + 4];
+      for (int step = 0; step < kBlockQ / 16; ++step) deltas[step] = read_delta(step);
     // The exponentials while dP^T is being made: the compiler moves them past its wait if there is no other.
     barrier_wait(tiles.ds_ring().empty(tiles.ds_ring().slot()), tiles.ds_ring().parity() ^ 1);
     wgmma_wait<0>();  // dP^T is there
 #pragma unroll
     for (int step = 0; step < kBlockQ / 16; ++step) {
-      const float4 delta = deltas[step];
-      if constexpr (!kSpec.softcap) prob.template operand<T>(prob_operand[step], step);
+      const float4 delta = kDeltaAhead ? deltas[step] : read_delta(step);
+      if constexpr (kSpec.softcap) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) prob_operand[step][i] = weights.prob[step][i] ^ zero;
+        prob.template widen<T>(weights.changed[step], step);
+      } else {
+        prob.template operand<T>(prob_operand[step], step);
+      }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float& x = ds.x[2 * step + i / 4][i % 4];

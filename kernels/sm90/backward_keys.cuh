@@ -139,8 +139,8 @@ struct Side {
   }
 };
 
-// P^T, with softcap multiplied by its derivative, from a warp of the one warpgroup to the same warp of the other, two tiles of 16 x 64 in flight: in 16 bits, in
-// units of 16 bytes a lane.
+// P^T, with softcap multiplied by its derivative, from a warp of the one warpgroup to the same warp of the other, two
+// tiles of 16 x 64 in flight: in 16 bits, in units of 16 bytes a lane.
 struct Handover {
   static constexpr int kBytes = 2 * 2 * kTile * kTile, kBarriers = 4 * 4;
   Ring<2> ring;
@@ -293,29 +293,31 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         const auto lse_of = [&](int j) {
           return *reinterpret_cast<const float2*>(queries.statistic() + 8 * j + prob.col());
         };
+        Weights<kTile> rounded;
         if constexpr (Change::kAny) {
           if (kSpec.alibi && tile == tiles.first) slope = change.slope(work.batch, head++);
           const Slant slant = change.slant(
               first_query, [&](int half) { return first_key + warp_row + prob.row(half) - p.score.diagonal; },
               [&](int) { return slope; });
-          change.template weigh<T>(prob, weights, slant,
-                                   [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; });
-          if (masked) change.hide(prob, weights, first_key + warp_row, first_query, visible);
+          constexpr int kPart = kSpec.access == 16 ? 2 : 1;  // the narrow stores take registers
+          change.template weigh<T, true, kPart>(prob, rounded, slant,
+                                                [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; });
+          if (masked) change.hide(prob, rounded, first_key + warp_row, first_query, visible);
         } else {
           if (masked) prob.hide(first_key + warp_row, first_query, hidden_score(s), visible);
 #pragma unroll
           for (int j = 0; j < kTile / 8; ++j) {
             const float2 lse = lse_of(j);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-              prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
+            for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
           }
         }
-        if constexpr (kSpec.softcap) {  // the other warpgroup needs no P but this
-          uint32 handed[kTile / 16][4];
+        if constexpr (kSpec.softcap) {
 #pragma unroll
-          for (int step = 0; step < kTile / 16; ++step) prob.template operand<T>(handed[step], step);
-          handover.put(handed);
+          for (int step = 0; step < kTile / 16; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weights[step][i] = rounded.prob[step][i];
+          handover.put(rounded.changed);  // the other warpgroup needs P for nothing else
         } else {
 #pragma unroll
           for (int step = 0; step < kTile / 16; ++step) prob.template operand<T>(weights[step], step);

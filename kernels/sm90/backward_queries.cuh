@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
       const Slant slant = change.slant(
           first_key, [&](int half) { return first_query + warp_row + prob.row(half) + p.score.diagonal; },
           [&](int) { return slope; });
-      change.template weigh<T>(prob, weights, slant, [&](int, int i) { return -lse[i / 2]; });
+      Weights<kBlockK> none;
+      change.template weigh<T, false>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
       if (masked) prob.hide(first_query + warp_row, first_key, 0.f, visible);
     } else {
       if (masked) prob.hide(first_query + warp_row, first_key, hidden_score(s), visible);

@@ -52,8 +52,7 @@ struct BackwardTiles {  // in shared memory
   KeyTile* key_tiles;
   uint32 count = 0, key_count = 0;  // tiles so far, of queries and of keys
 
-  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis,
-                                           KeyTile* key_tiles)
+  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, KeyTile* key_tiles)
       : k(base),
         v(k + kSlots * kKBytes),
         q(v + kSlots * kVBytes),
