@@ -108,8 +108,6 @@ HOPPER_FORWARD = {
     192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
     256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
-# The same for a changed score, softcap or ALiBi, which spills with the rows above.
-HOPPER_FORWARD_CHANGED = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -123,7 +121,6 @@ BACKWARD = {
     256: ((64, 64, 8, 4, 2, 4, 2, 1), (32, 64, 8, 4, 2, 2, 2, 1), (32, 32, 4, 2, 2, 2, 1, 1)),
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
-BACKWARD_CHANGED = {128: ((64, 64, 8, 4, 2, 2, 1, 1),)}
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:
@@ -249,8 +246,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     access = 4 if float32_out else 16 if access == 16 else min(access, 4)  # float32 goes out element by element
     d = round_up(problem.head_dim, 16)
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    table = HOPPER_FORWARD | HOPPER_FORWARD_CHANGED if any(_change(problem)) else HOPPER_FORWARD
-    row = table[min(limit for limit in table if limit >= max(d, dv))]
+    row = HOPPER_FORWARD[min(limit for limit in HOPPER_FORWARD if limit >= max(d, dv))]
     tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
     packed = access == 16 and _packing_pays(problem, tiling[1] * tiling[3])
     spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem))
@@ -277,9 +273,8 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
             round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *_change(problem)
         )
 
-    first = {} if deterministic or access < 16 or capability >= 100 else BACKWARD_PLAIN
-    if any(_change(problem)):
-        first = BACKWARD_CHANGED
+    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)))
+    first = BACKWARD_PLAIN if plain else {}
     spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 

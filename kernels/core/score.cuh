@@ -8,7 +8,8 @@
 namespace cupyflash {
 
 // t and 1 - t^2. The latter is 4 e / (1 + e)^2, e = exp(-2 |u|): no digits are lost where t is near 1, and it is 0
-// where e is. What a score becomes depends on it alone: !kFar only leaves out what none needs.
+// where e is. What a score becomes depends on it alone: !kFar only leaves out what none needs, and takes 1 - t^2 from
+// t, which is small.
 struct Tanh {
   static constexpr float kSeries = 0.25f;  // below it t by a series: 1 - 2 e / (1 + e) would lose digits
   float value, derivative;
@@ -62,10 +63,10 @@ struct ScoreChange {
     return slant;
   }
 
-  // Scores -> exponents.
-  template <int kCols>
+  // Scores -> exponents, kPart * 8 columns at a time.
+  template <int kPart = 2, int kCols>
   __device__ __forceinline__ void apply(Accumulator<kCols>& x, const Slant& slant) const {
-    each(
+    each<kPart>(
         x, slant, [](int, int) { return 0.f; },
         [&](int j, const float (&exponent)[4], const float (&)[4]) {
 #pragma unroll
@@ -105,7 +106,7 @@ struct ScoreChange {
  private:
   // `use(j, exponent, derivative)` of the columns 8 * j, 8 * j + 1 in both rows. Part by part: with all scores on their
   // way at once the compiler has not enough registers.
-  template <int kPart = 2, int kCols, class Base, class Use>
+  template <int kPart, int kCols, class Base, class Use>
   __device__ __forceinline__ void each(Accumulator<kCols>& x, const Slant& slant, Base base, Use use) const {
 #pragma unroll
     for (int first = 0; first < kCols / 8; first += kPart) {

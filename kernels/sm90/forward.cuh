@@ -158,10 +158,11 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
     const int first_key = tile * kBlockK;
     if constexpr (Change::kAny)
-      change.apply(scores[0],
-                   change.slant(
-                       first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
-                       [&](int half) { return slope[half]; }));
+      change.template apply<kSpec.float32_out ? 1 : 2>(
+          scores[0],
+          change.slant(
+              first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
+              [&](int half) { return slope[half]; }));
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
       scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
     bool raised = false;  // of this warp: its out is not there yet, and to wait is for the warpgroup
