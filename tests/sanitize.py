@@ -37,6 +37,8 @@ SHAPES = (
     (100, 90, 80, 80, 64, 64),  # more tiles than multiprocessors
 )
 MASKS = ({}, {"causal": True}, {"window": (40, 9)})
+CHANGES = ({"softcap": 2.0}, {"slope": 0.1, "causal": True}, {"softcap": 2.0, "slope": 0.1, "window": (40, 9)})
+OPTIONS = (*MASKS, *CHANGES)  # slope: of ALiBi
 
 PLANTED = r"""
 extern "C" __global__ void beyond(int* x, int n) { x[n] = 1; }
@@ -56,12 +58,14 @@ def normal(seed, *shape):
     return cupy.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float16))
 
 
-def call(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, **mask):
+def call(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, slope=None, **options):
+    if slope is not None:
+        options["alibi_slopes"] = cupy.full((2, heads_q), slope, np.float32)
     q, dout = normal(0, 2, seqlen_q, heads_q, head_dim), normal(1, 2, seqlen_q, heads_q, head_dim_v)
     k, v = normal(2, 2, seqlen_k, heads_k, head_dim), normal(3, 2, seqlen_k, heads_k, head_dim_v)
-    out, lse = cupyflash.attention(q, k, v, return_lse=True, **mask)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
     for deterministic in (False, True):
-        cupyflash.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **mask)
+        cupyflash.attention_backward(dout, q, k, v, out, lse, deterministic=deterministic, **options)
     cupy.cuda.Device().synchronize()
 
 
@@ -80,9 +84,9 @@ def main():
     for path in options.paths:
         os.environ["CUPYFLASH_PATH"] = path
         launch._plans.clear()
-        for shape, mask in product(SHAPES, MASKS):
-            call(*shape, **mask)
-    print(f"{len(options.paths) * len(SHAPES) * len(MASKS)} calls on {', '.join(options.paths)}")
+        for shape, case in product(SHAPES, OPTIONS):
+            call(*shape, **case)
+    print(f"{len(options.paths) * len(SHAPES) * len(OPTIONS)} calls on {', '.join(options.paths)}")
 
 
 if __name__ == "__main__":

@@ -209,6 +209,7 @@ NESTED = {
     structs.SIZES: "cupyflash::Sizes",
     structs.MAP: "cupyflash::TensorMap",
     structs.ORDER: "cupyflash::Order",
+    structs.SCORE: "cupyflash::Score",
 }
 
 
@@ -219,6 +220,7 @@ def test_struct_twins():
         "RowArray": structs.ROW_ARRAY,
         "Sizes": structs.SIZES,
         "Order": structs.ORDER,
+        "Score": structs.SCORE,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
@@ -438,6 +440,23 @@ def test_variants_compile_without_spills(arch):
         per_product = 2 if capability < 80 else 1
         assert found[0][HMMA] == per_product * products(variant), f"{about} multiplies elsewhere"
         assert tuple(found[0][opcode] for opcode in HGMMA) == group_products(variant), f"{about} multiplies elsewhere"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("change", [{"softcap": True}, {"alibi": True}, {"softcap": True, "alibi": True}])
+def test_a_changed_score_fits_on_hopper(change):
+    """The kernels with the fewest registers left."""
+    narrow = {"dtype": "bfloat16", "access": 2}
+    for variant in (
+        *(hopper_forward(64, float32_out=True), hopper_forward(128)),
+        *(hopper_backward(d, deterministic=deterministic) for d in (64, 128) for deterministic in (False, True)),
+        *(hopper_backward(64, **narrow), hopper_backward(128, deterministic=True, **narrow)),
+        *split_backward(256),
+        *split_backward(256, **narrow),
+    ):
+        spec = dataclasses.replace(variant.spec, **change)
+        report = compiler.compile_offline(dataclasses.replace(variant, spec=spec), "sm_90")
+        assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
 
 
 @needs_nvrtc
