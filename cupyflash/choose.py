@@ -114,8 +114,8 @@ HOPPER_FORWARD = {
     192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
     256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
-# The same for a changed score, softcap or ALiBi, and for dropout, which spill with the rows above.
-HOPPER_FORWARD_CHANGED = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
+# The same for dropout, which spills with the rows above.
+HOPPER_FORWARD_DROPPED = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -129,8 +129,8 @@ BACKWARD = {
     256: ((64, 64, 8, 4, 2, 4, 2, 1), (32, 64, 8, 4, 2, 2, 2, 1), (32, 32, 4, 2, 2, 2, 1, 1)),
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
-BACKWARD_CHANGED = {128: ((64, 64, 8, 4, 2, 2, 1, 1),)}
-BACKWARD_DROPPED = {96: ((32, 64, 4, 4, 4, 2, 2, 2),)}
+# The same, first choice with dropout, which spills with the rows above.
+BACKWARD_DROPPED = {96: ((32, 64, 4, 4, 4, 2, 2, 2),), 128: ((64, 64, 8, 4, 2, 2, 1, 1),)}
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:
@@ -260,7 +260,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     access = 4 if float32_out else 16 if access == 16 else min(access, 4)  # float32 goes out element by element
     d = round_up(problem.head_dim, 16)
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    table = HOPPER_FORWARD | HOPPER_FORWARD_CHANGED if any(_change(problem)) else HOPPER_FORWARD
+    table = HOPPER_FORWARD | HOPPER_FORWARD_DROPPED if problem.dropout else HOPPER_FORWARD
     row = table[min(limit for limit in table if limit >= max(d, dv))]
     tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
     packed = access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
@@ -288,9 +288,8 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
             round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *_change(problem)
         )
 
-    first = {} if deterministic or access < 16 or capability >= 100 else BACKWARD_PLAIN
-    if any(_change(problem)):
-        first = BACKWARD_CHANGED | BACKWARD_DROPPED if problem.dropout else BACKWARD_CHANGED
+    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)))
+    first = BACKWARD_DROPPED if problem.dropout else BACKWARD_PLAIN if plain else {}
     spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
@@ -305,8 +304,9 @@ def split(problem: Problem) -> bool:
 
 
 def drops_elsewhere(problem: Problem) -> bool:
-    """Whether the backward must take the portable kernel, because Hopper's would spill with dropout."""
-    return problem.dropout > 0 and max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
+    """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout."""
+    wide = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
+    return problem.dropout > 0 and (wide or problem.softcap is not None or problem.alibi)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -318,7 +318,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     access = 16 if access == 16 else min(access, 4)
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access)
+    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2])
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
 
 
@@ -340,8 +340,8 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
     access = 16 if access == 16 else min(access, 4)
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
     width = min(n for n in HOPPER_KEYS if n >= max(d, dv))
-    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, problem.dropout > 0)
-    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, problem.dropout > 0)
+    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, *_change(problem))
+    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, *_change(problem))
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
         Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),

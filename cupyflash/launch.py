@@ -285,11 +285,11 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, det
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90" and problem.softcap is None and not problem.alibi and not choose.drops_elsewhere(problem):
+    if path == "sm90" and not choose.drops_elsewhere(problem):
         if choose.split(problem):
-            plan = _plan_split_backward(device, problem, arrays, lse, dlse, sink)
+            plan = _plan_split_backward(device, problem, arrays, lse, dlse, slopes, sink)
         else:
-            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, sink, deterministic)
+            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, slopes, sink, deterministic)
     return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, sink, deterministic)
 
 
@@ -302,8 +302,7 @@ def _plan_portable_backward(
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
     params = np.zeros(1, BACKWARD_PARAMS)
-    _fill_backward(params, problem, arrays, lse, dlse, sink)
-    fill_score(params, problem, slopes)
+    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
     params["sizes"] = sizes(problem, _backward_section(problem))
     before = choose.before_backward(main, out.dtype == np.float32, access)
     launches = (
@@ -351,7 +350,7 @@ def _statistic_rows(problem: Problem) -> int:
 
 
 def _plan_hopper_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, sink, deterministic: bool
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, deterministic: bool
 ) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout."""
     *copied, out, dq, dk, dv = arrays
@@ -373,7 +372,7 @@ def _plan_hopper_backward(
     if cooperative:
         most = most // tiles * tiles
     params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem, L2_SHARE_SUMMED))
-    _fill_backward(params, problem, arrays, lse, dlse, sink)
+    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
     launches = (
         _launch_before(problem, before),
         Launch.of(main, min(most, runs), cooperative),
@@ -395,7 +394,7 @@ def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[i
     return True
 
 
-def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, sink) -> Plan | None:
+def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout.
 
     No sum depends on the order in which blocks run, so that every call is deterministic.
@@ -416,7 +415,7 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     params["keys"], runs_k = _order(problem, problem.heads_k, tiles_k, most)
     params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
     params["sizes"] = sizes(problem, section)
-    _fill_backward(params, problem, arrays, lse, dlse, sink)
+    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
     launches = (
         _launch_before(problem, before),
         Launch.of(keys, min(most, runs_k)),
@@ -426,9 +425,9 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
 
 
-def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, sink) -> None:
+def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> None:
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
         fill(params, name, x)
-    fill(params, "sink", sink)
+    fill(params, "sink", slopes, sink)
     fill_dropout(params, problem)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

@@ -139,6 +139,8 @@ class HopperBackwardSpec(Spec):
     key_slots: int
     deterministic: bool
     access: int
+    softcap: bool = False
+    alibi: bool = False
 
     blocks_per_sm = 1
 
@@ -168,6 +170,8 @@ class HopperKeysSpec(Spec):
     slots: int
     slots_dout: int
     access: int
+    softcap: bool = False
+    alibi: bool = False
     dropout: bool = False
 
     blocks_per_sm, threads, block_k = 1, 384, 64
@@ -190,6 +194,8 @@ class HopperQueriesSpec(Spec):
     slots: int
     slots_v: int
     access: int
+    softcap: bool = False
+    alibi: bool = False
     dropout: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128

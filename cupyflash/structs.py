@@ -16,7 +16,7 @@ ROW_ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "
 _COUNTS = "batch heads_q group seqlen_q seqlen_k head_dim head_dim_v low high section"
 SIZES = np.dtype([*((n, "i4") for n in _COUNTS.split()), ("scale", "f4"), ("scale_log2", "f4")], align=True)
 _SCORE = [("slopes", "u8"), ("batch", "i8"), ("head", "i8")]
-SCORE = np.dtype([*_SCORE, *((n, "f4") for n in ("inside", "cap", "per_cap")), ("diagonal", "i4")], align=True)
+SCORE = np.dtype([*_SCORE, *((n, "f4") for n in ("inside", "cap")), ("diagonal", "i4")], align=True)
 SINK = np.dtype([("data", "u8"), ("head", "i8")], align=True)
 DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4")])
 FORWARD_PARAMS = np.dtype(
@@ -89,9 +89,8 @@ def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:
     fill(params, "score", slopes)
     params["score"]["diagonal"] = problem.diagonal
     if problem.softcap is not None:
-        cap = problem.softcap * math.log2(math.e)
-        for name, value in (("inside", problem.scale / problem.softcap), ("cap", cap), ("per_cap", 1 / cap)):
-            params["score"][name] = min(max(value, -LARGEST), LARGEST)
+        params["score"]["inside"] = min(max(problem.scale / problem.softcap, -LARGEST), LARGEST)
+        params["score"]["cap"] = problem.softcap * math.log2(math.e)
 
 
 def fill_dropout(params: np.ndarray, problem: Problem) -> None:

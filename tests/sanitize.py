@@ -37,6 +37,8 @@ SHAPES = (
     (100, 90, 80, 80, 64, 64),  # more tiles than multiprocessors
 )
 MASKS = ({}, {"causal": True}, {"window": (40, 9)}, {"causal": True, "dropout": 0.3, "seed": 1})
+CHANGES = ({"softcap": 2.0}, {"slope": 0.1, "causal": True}, {"softcap": 2.0, "slope": 0.1, "window": (40, 9)})
+OPTIONS = (*MASKS, *CHANGES)  # slope: of ALiBi
 SINKS = (False, True)
 
 PLANTED = r"""
@@ -57,7 +59,9 @@ def normal(seed, *shape):
     return cupy.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float16))
 
 
-def call(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, with_sink, **options):
+def call(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, with_sink, slope=None, **options):
+    if slope is not None:
+        options["alibi_slopes"] = cupy.full((2, heads_q), slope, np.float32)
     q, dout = normal(0, 2, seqlen_q, heads_q, head_dim), normal(1, 2, seqlen_q, heads_q, head_dim_v)
     k, v = normal(2, 2, seqlen_k, heads_k, head_dim), normal(3, 2, seqlen_k, heads_k, head_dim_v)
     if with_sink:
@@ -83,9 +87,9 @@ def main():
     for path in options.paths:
         os.environ["CUPYFLASH_PATH"] = path
         launch._plans.clear()
-        for shape, mask, with_sink in product(SHAPES, MASKS, SINKS):
-            call(*shape, with_sink, **mask)
-    print(f"{len(options.paths) * len(SHAPES) * len(MASKS) * len(SINKS)} calls on {', '.join(options.paths)}")
+        for shape, case, with_sink in product(SHAPES, OPTIONS, SINKS):
+            call(*shape, with_sink, **case)
+    print(f"{len(options.paths) * len(SHAPES) * len(OPTIONS) * len(SINKS)} calls on {', '.join(options.paths)}")
 
 
 if __name__ == "__main__":

@@ -449,6 +449,23 @@ def test_variants_compile_without_spills(arch):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("change", [{"softcap": True}, {"alibi": True}, {"softcap": True, "alibi": True}])
+def test_a_changed_score_fits_on_hopper(change):
+    """The kernels with the fewest registers left."""
+    narrow = {"dtype": "bfloat16", "access": 2}
+    for variant in (
+        *(hopper_forward(64, float32_out=True), hopper_forward(128)),
+        *(hopper_backward(d, deterministic=deterministic) for d in (64, 128) for deterministic in (False, True)),
+        *(hopper_backward(64, **narrow), hopper_backward(128, deterministic=True, **narrow)),
+        *split_backward(256),
+        *split_backward(256, **narrow),
+    ):
+        spec = dataclasses.replace(variant.spec, **change)
+        report = compiler.compile_offline(dataclasses.replace(variant, spec=spec), "sm_90")
+        assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
+
+
+@needs_nvrtc
 def test_serialised_products_are_seen(kernels):
     """Scores that are read while their product is on its way make the compiler wait after each product."""
     path = kernels / "sm90" / "forward.cuh"

@@ -8,7 +8,7 @@ import tools
 from tools import check, inputs
 
 import cupyflash
-from cupyflash import reference
+from cupyflash import reference, structs
 
 LENGTHS = (1, 63, 64, 65, 130, 300)
 MASKS = {
@@ -321,6 +321,41 @@ def test_logits_beyond_every_cap(backend):
     assert not backend.host(gradients.dq).any() and not backend.host(gradients.dk).any()
 
 
+@pytest.mark.parametrize("softcap", [0.25, 2.0])
+def test_slopes_beyond_the_cap(backend, softcap):
+    """The derivative of softcap where ALiBi takes from the logits many times what softcap leaves of them."""
+    x = inputs(backend, 130, 200, batch=1, factor=1.5)
+    check(backend, *x.qkv, x.dout, x.dlse, softcap=softcap, alibi_slopes=backend.array([1.0, 0.3], backend.lse_dtype))
+
+
+def test_hidden_logits_beyond_every_cap(backend, change):
+    """Keys that no query sees, in tiles with keys that some see: no weight and no gradient, however large."""
+    x = inputs(backend, 70, 130)
+    x.k[:, 70:] = 6e4
+    options = {"causal": "upper_left", **changes(backend, 2)[change]}
+    out, lse = cupyflash.attention(*x.qkv, return_lse=True, **options)
+    gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, **options)
+    x.k[:, 70:] = 0
+    right = tools.expectation(backend, *x.qkv, x.dout, **options)
+    for name, got in {"out": out, "lse": lse, **gradients._asdict()}.items():
+        tools.assert_close(name, backend.host(got), *right[name])
+    assert not backend.host(gradients.dk)[:, 70:].any() and not backend.host(gradients.dv)[:, 70:].any()
+
+
+@pytest.mark.parametrize("corner", [False, "upper_left"])
+def test_diagonal_where_no_key_is_hidden(backend, corner):
+    """Distances are those from the diagonal of the call, which hides nothing: one key, or a wide window."""
+    x = inputs(backend, 70, 1)
+    check(backend, *x.qkv, x.dout, x.dlse, causal=corner, alibi_slopes=slopes(backend, 2, 2))
+    x = inputs(backend, 70, 130)
+    slope = {"alibi_slopes": slopes(backend, 2)}
+    check(backend, *x.qkv, x.dout, x.dlse, window=(200, 200), **slope)
+    with_slopes, without = (tools.problem(backend, *x.qkv, causal=corner, **o) for o in (slope, {}))
+    assert with_slopes.diagonal == (0 if corner else 60)
+    assert (with_slopes.left, with_slopes.right) == (without.left, without.right)
+    assert structs.sizes(with_slopes, 1) == structs.sizes(without, 1)
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_steep_slopes(backend, sign):
     """One key takes all the weight: that on the diagonal, or the one furthest from it."""
@@ -356,6 +391,9 @@ def test_nan_is_not_hidden(backend, change, position):
     np.testing.assert_array_equal(np.isnan(backend.host(out)[0, :, 0, 0]), rows)
     np.testing.assert_array_equal(np.isnan(backend.host(lse)[0, 0]), rows)
     assert np.isfinite(backend.host(out)[0, :, 1]).all()
+    dq = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, **changes(backend, 2, 1)[change]).dq
+    np.testing.assert_array_equal(np.isnan(backend.host(dq)[0, :, 0]).all(axis=-1), rows)
+    np.testing.assert_array_equal(np.isnan(backend.host(dq)[0, :, 0]).any(axis=-1), rows)
 
 
 @pytest.mark.parametrize("softcap", [10, 50])

@@ -84,6 +84,15 @@ struct Dropping {  // from one head
       for (int i = 0; i < 4; ++i)
         if (marked(p.x[j][i])) p.x[j][i] = 0.f;
   }
+  // From the operand of what is marked.
+  template <int kCols>
+  __device__ __forceinline__ static void drop_marked(const Accumulator<kCols>& p, uint32 (&operand)[kCols / 16][4]) {
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (marked(p.x[j][i])) cupyflash::clear(operand, j, i);
+  }
   // dS of a marked P.
   __device__ __forceinline__ float gradient(float p, float dp, float delta) const {
     return fabsf(p) * (marked(p) ? -delta : fmaf(dp, dropout.scale, -delta));

@@ -32,6 +32,10 @@ struct Accumulator {
   // Sets to `hidden` what `visible(row)`, a Range of columns, leaves out.
   template <class Visible>
   __device__ __forceinline__ void hide(int first_row, int first_col, float hidden, Visible visible) {
+    each_hidden(first_row, first_col, visible, [&](int j, int i) { x[j][i] = hidden; });
+  }
+  template <class Visible, class Hide>
+  __device__ __forceinline__ static void each_hidden(int first_row, int first_col, Visible visible, Hide hide) {
     first_row = opaque(first_row);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -41,7 +45,7 @@ struct Accumulator {
       for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          if (8 * j + i < first || 8 * j + i > last) x[j][2 * half + i] = hidden;
+          if (8 * j + i < first || 8 * j + i > last) hide(j, 2 * half + i);
     }
   }
 
@@ -51,7 +55,27 @@ struct Accumulator {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = T::pack(x[2 * step + i / 2][2 * (i % 2)], x[2 * step + i / 2][2 * (i % 2) + 1]);
   }
+  // And back.
+  template <class T>
+  __device__ __forceinline__ void widen(const uint32 (&a)[4], int step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = T::unpack(a[i]);
+      x[2 * step + i / 2][2 * (i % 2)] = pair.x, x[2 * step + i / 2][2 * (i % 2) + 1] = pair.y;
+    }
+  }
 };
+
+// Of such operands, the columns 8 * j, 8 * j + 1 in both rows, and one element of them.
+template <class T, int kSteps>
+__device__ __forceinline__ void round(uint32 (&operand)[kSteps][4], int j, const float (&x)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) operand[j / 2][2 * (j % 2) + half] = T::pack(x[2 * half], x[2 * half + 1]);
+}
+template <int kSteps>
+__device__ __forceinline__ void clear(uint32 (&operand)[kSteps][4], int j, int i) {
+  operand[j / 2][2 * (j % 2) + i / 2] &= i % 2 ? 0xffffu : 0xffff0000u;
+}
 
 // A 16-bit A operand made of accumulators: the left factor that never was in shared memory.
 template <class T, int kCols, int kRowTiles>

@@ -45,9 +45,9 @@ __device__ __forceinline__ float lse_in_base_2(float lse) { return lse == -kInfi
 
 struct Score {  // core/score.cuh
   const float* slopes;
-  int64 batch, head;           // strides
-  float inside, cap, per_cap;  // scale / softcap, softcap in base 2, and its inverse
-  int diagonal;                // query i has the distance 0 from the key i + diagonal
+  int64 batch, head;  // strides
+  float inside, cap;  // scale / softcap, and softcap in base 2
+  int diagonal;       // query i has the distance 0 from the key i + diagonal
 };
 
 struct Sink {  // of each query head: a logit without a key, in the sums of all its rows; -inf, which adds 0, if no data

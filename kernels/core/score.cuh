@@ -7,81 +7,141 @@
 
 namespace cupyflash {
 
+// t and 1 - t^2. The latter is 4 e / (1 + e)^2, e = exp(-2 |u|): no digits are lost where t is near 1, and it is 0
+// where e is. What a score becomes depends on it alone: !kFar only leaves out what none needs, and takes 1 - t^2 from
+// t, which is small.
+struct Tanh {
+  static constexpr float kSeries = 0.25f;  // below it t by a series: 1 - 2 e / (1 + e) would lose digits
+  float value, derivative;
+
+  template <bool kFar>
+  __device__ __forceinline__ static Tanh of(float u) {
+    const float square = u * u;
+    float t = fmaf(square, -0.0514330491f, 0.133242637f);  // error below 3e-9 t
+    t = fmaf(u * square, fmaf(square, t, -0.333332419f), u);
+    if constexpr (!kFar) return {t, fmaf(-t, t, 1.f)};
+    const float e = exp2f(-2 * kLog2E * fabsf(u)), twice = __fdividef(1.f, fmaf(e, 0.5f, 0.5f)), rest = e * twice;
+    t = opaque(t);  // or each score gets a branch of its own
+    const bool near = fabsf(u) < kSeries;
+    return {near ? t : copysignf(1.f - rest, u), rest * twice};
+  }
+};
+
+// Where the two rows of a lane meet the diagonal, in columns from its first one on, and their slopes.
+struct Slant {
+  float origin[2], slope[2];
+};
+
+template <int kCols>
+struct Weights {  // rounded: P, and P times the derivative of softcap
+  uint32 prob[kCols / 16][4], changed[kCols / 16][4];
+};
+
 template <bool kSoftcap, bool kAlibi>
 struct ScoreChange {
   static constexpr bool kAny = kSoftcap || kAlibi;
-  static constexpr float kSeries = 0.25f;  // below it tanh by its series: 1 - 2 / (exp + 1) would lose digits
   const Score& score;
   const Sizes& sizes;
 
-  // What the online softmax and the exponentials multiply with.
+  // What the online softmax multiplies with.
   __device__ __forceinline__ float scale_log2() const { return kAny ? 1.f : sizes.scale_log2; }
   __device__ __forceinline__ float scale() const { return kAny ? kLn2 : sizes.scale; }
-  __device__ __forceinline__ float hidden() const { return kAny ? -kInfinity : hidden_score(sizes); }
 
   __device__ __forceinline__ float slope(int batch, int head) const {
     if constexpr (!kAlibi) return 0.f;
     return score.slopes[batch * score.batch + head * score.head] * kLog2E;
   }
-
-  // Of sixteen rows and the columns from `first_col` on. `place(half)`: the column at the distance 0 from the row of
-  // this lane; `slope(half)`: its head's.
-  template <int kCols, class Place, class Slope>
-  __device__ __forceinline__ void apply(Accumulator<kCols>& x, int first_col, Place place, Slope slope) const {
-    if constexpr (kSoftcap)
-      cap(x);
-    else if constexpr (kAlibi)
-      x.scale_rows(sizes.scale_log2, sizes.scale_log2);
+  // Of columns from `first_col` on. `place(half)`: the one at the distance 0 from the row of this lane; `slope(half)`:
+  // its head's.
+  template <class Place, class Slope>
+  __device__ __forceinline__ Slant slant(int first_col, Place place, Slope slope) const {
+    Slant slant = {};
     if constexpr (kAlibi)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float steep = -slope(half), origin = float(place(half) - first_col - x.col());
-#pragma unroll
-        for (int j = 0; j < kCols / 8; ++j)
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            x.x[j][2 * half + i] = fmaf(steep, fabsf(origin - float(8 * j + i)), x.x[j][2 * half + i]);
-      }
+      for (int half = 0; half < 2; ++half)
+        slant.origin[half] = float(place(half) - first_col - Accumulator<8>::col()), slant.slope[half] = slope(half);
+    return slant;
   }
 
-  // The derivative of softcap, from the exponent that a score became and its distance. 0 where P is 0: there the
-  // exponent is no number.
-  __device__ __forceinline__ float derivative(float exponent, float slope, float distance) const {
-    const float t = fmaf(slope, fabsf(distance), exponent) * score.per_cap;
-    return fmaxf(0.f, fmaf(-t, t, 1.f));
+  // Scores -> exponents, kPart * 8 columns at a time.
+  template <int kPart = 2, int kCols>
+  __device__ __forceinline__ void apply(Accumulator<kCols>& x, const Slant& slant) const {
+    each<kPart>(
+        x, slant, [](int, int) { return 0.f; },
+        [&](int j, const float (&exponent)[4], const float (&)[4]) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x.x[j][i] = exponent[i];
+        });
+  }
+
+  // For the backward: scores -> P. With softcap, P only becomes an operand, for dv, and what takes the place of the
+  // scores is P times the derivative, the factor of dS: both are made here, where the derivative is known. kTight:
+  // where few registers are left, that becomes an operand as well, kPart * 8 columns at a time. `base(j, i)`: minus the
+  // lse of x[j][i].
+  template <class T, bool kTight, int kPart = 2, int kCols, class Base>
+  __device__ __forceinline__ void weigh(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
+                                        Base base) const {
+    each<kPart>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&derivative)[4]) {
+      float (&p)[4] = x.x[j];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[i] = exp2f(exponent[i]);
+      if constexpr (kSoftcap) {
+        round<T>(rounded.prob, j, p);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[i] *= derivative[i];
+        if constexpr (kTight) round<T>(rounded.changed, j, p);
+      }
+    });
+  }
+  // After it, what `visible(row)`, a Range of columns, leaves out -> 0.
+  template <int kCols, class Visible>
+  __device__ __forceinline__ void hide(Accumulator<kCols>& x, Weights<kCols>& rounded, int first_row, int first_col,
+                                       Visible visible) const {
+    x.each_hidden(first_row, first_col, visible, [&](int j, int i) {
+      x.x[j][i] = 0.f;
+      if constexpr (kSoftcap) clear(rounded.prob, j, i), clear(rounded.changed, j, i);
+    });
   }
 
  private:
-  template <int kCols>
-  __device__ __forceinline__ void cap(Accumulator<kCols>& x) const {
-    float largest = 0.f;
+  // `use(j, exponent, derivative)` of the columns 8 * j, 8 * j + 1 in both rows. Part by part: with all scores on their
+  // way at once the compiler has not enough registers.
+  template <int kPart, int kCols, class Base, class Use>
+  __device__ __forceinline__ void each(Accumulator<kCols>& x, const Slant& slant, Base base, Use use) const {
 #pragma unroll
-    for (int j = 0; j < kCols / 8; ++j)
+    for (int first = 0; first < kCols / 8; first += kPart) {
+      bool far = false;
+      if constexpr (kSoftcap) {
+        float largest = 0.f;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        x.x[j][i] *= score.inside;
-        largest = fmaxf(largest, fabsf(x.x[j][i]));
+        for (int j = first; j < first + kPart; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) x.x[j][i] *= score.inside, largest = fmaxf(largest, fabsf(x.x[j][i]));
+        far = __any_sync(kFullWarp, largest >= Tanh::kSeries);
       }
-    // How a score is capped depends on it alone: the vote only leaves out what none needs.
-    const bool some_far = __any_sync(kFullWarp, largest >= kSeries);
-#pragma unroll
-    for (int j = 0; j < kCols / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float u = x.x[j][i];
-        x.x[j][i] = series(u);
-        if (some_far) {
-          const float far = fmaf(-2.f, __fdividef(1.f, exp2f(2 * kLog2E * u) + 1.f), 1.f);
-          if (!(fabsf(u) < kSeries)) x.x[j][i] = far;
-        }
-        x.x[j][i] *= score.cap;
-      }
+      if (far)
+        each_of<true, kPart>(x, first, slant, base, use);
+      else
+        each_of<false, kPart>(x, first, slant, base, use);
+    }
   }
-  __device__ __forceinline__ static float series(float u) {
-    const float square = u * u;
-    float t = fmaf(square, 62.f / 2835, -17.f / 315);
-    t = fmaf(square, t, 2.f / 15), t = fmaf(square, t, -1.f / 3);
-    return fmaf(u * square, t, u);
+  template <bool kFar, int kPart, int kCols, class Base, class Use>
+  __device__ __forceinline__ void each_of(Accumulator<kCols>& x, int first, const Slant& slant, Base base,
+                                          Use use) const {
+#pragma unroll
+    for (int j = first; j < first + kPart; ++j) {
+      float exponent[4], derivative[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float offset = base(j, i), factor = sizes.scale_log2;
+        if constexpr (kAlibi)
+          offset = fmaf(-slant.slope[i / 2], fabsf(slant.origin[i / 2] - float(8 * j + i % 2)), offset);
+        Tanh t = {x.x[j][i], 1.f};
+        if constexpr (kSoftcap) t = Tanh::of<kFar>(x.x[j][i]), factor = score.cap;
+        exponent[i] = fmaf(t.value, factor, offset), derivative[i] = t.derivative;
+      }
+      use(j, exponent, derivative);
+    }
   }
 };
 

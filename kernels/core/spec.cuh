@@ -65,6 +65,7 @@ struct HopperBackwardSpec {
   int key_slots;  // tiles of k and v in flight; 2: the products of one tile of keys go over into those of the next
   bool deterministic;
   int access;  // of the stores of dk and dv
+  bool softcap, alibi;
 
   __device__ constexpr int block_k() const { return 64 * groups; }
   __device__ constexpr int threads() const { return 128 * (groups + 1); }
@@ -77,7 +78,7 @@ struct HopperKeysSpec {      // of the kernel of dk and dv
   int kept;                  // columns of k and v, in units of 64, that stay in registers
   int slots, slots_dout;     // tiles of q and of dout in flight
   int access;                // of the stores of dk and dv
-  bool dropout;
+  bool softcap, alibi, dropout;
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return 240; }
@@ -88,7 +89,7 @@ struct HopperQueriesSpec {   // of the kernel of dq
   int head_dim, head_dim_v;  // 64, 128, 192 or 256
   int slots, slots_v;        // tiles of k and of v in flight
   int access;                // of the stores of dq
-  bool dropout;
+  bool softcap, alibi, dropout;
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return 240; }

@@ -25,6 +25,8 @@ template <class T>
 __device__ __forceinline__ T opaque(T value) {
   if constexpr (sizeof(T) == 8)
     asm volatile("" : "+l"(value));
+  else if constexpr (T(0.5) != T(0))
+    asm volatile("" : "+f"(value));
   else
     asm volatile("" : "+r"(value));
   return value;

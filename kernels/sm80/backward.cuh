@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Work work = find_work(index, k_tiles, s.batch, heads_k, s.section, false);
 
   const Band band(s);
-  const ScoreChange<kSpec.softcap, kSpec.alibi> change = {p.score, s};
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  const Change change = {p.score, s};
   const int first_key = work.tile * kBlockK;
   const Range keys = {first_key, min(first_key + kBlockK, s.seqlen_k) - 1};
   const Range seen = queries_of_any(band, keys), seen_by_all = queries_of_all(band, keys);
@@ -143,32 +144,47 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 
     const int first_query = tile * kBlockQ;
     const float slope = change.slope(work.batch, head);
-    const auto place = [&](int t, int half) {  // of a key among the queries
-      return first_key + score_row + 16 * t + prob[0].row(half) - change.score.diagonal;
-    };
-    if constexpr (change.kAny)
-#pragma unroll
-      for (int t = 0; t < kScoreRows / 16; ++t)
-        change.apply(
-            prob[t], first_query + score_col, [&](int half) { return place(t, half); }, [&](int) { return slope; });
-    const bool keys_exist = first_key + kBlockK <= s.seqlen_k;
-    if (!keys_exist || first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last) {
-#pragma unroll
-      for (int t = 0; t < kScoreRows / 16; ++t)
-        prob[t].hide(first_key + score_row + 16 * t, first_query + score_col, change.hidden(),
-                     [&](int key) { return band.queries(key); });
-    }
-#pragma unroll
-    for (int j = 0; j < kScoreCols / 8; ++j) {
-      const float2 lse = statistics(stage).lse_of(score_col + 8 * j + prob[0].col());
-#pragma unroll
-      for (int t = 0; t < kScoreRows / 16; ++t)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          prob[t].x[j][i] = exp2f(fmaf(prob[t].x[j][i], change.scale_log2(), i % 2 ? -lse.y : -lse.x));
-    }
     const Dropping dropping = {p.dropout, work.batch, head};
-    if constexpr (kSpec.dropout)
+    Weights<kScoreCols> weights[kScoreRows / 16];
+    const bool keys_exist = first_key + kBlockK <= s.seqlen_k;
+    const bool masked = !keys_exist || first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last;
+    const auto visible = [&](int key) { return band.queries(key); };
+    if constexpr (Change::kAny) {
+#pragma unroll
+      for (int t = 0; t < kScoreRows / 16; ++t) {
+        const int first_row = first_key + score_row + 16 * t;
+        const Slant slant = change.slant(
+            first_query + score_col, [&](int half) { return first_row + prob[t].row(half) - p.score.diagonal; },
+            [&](int) { return slope; });
+        change.template weigh<T, false>(prob[t], weights[t], slant, [&](int j, int i) {
+          const float2 lse = statistics(stage).lse_of(score_col + 8 * j + prob[t].col());
+          return i % 2 ? -lse.y : -lse.x;
+        });
+        if (masked) change.hide(prob[t], weights[t], first_row, first_query + score_col, visible);
+        if constexpr (kSpec.dropout && kSpec.softcap) {
+          dropping.mark<Rows::kKeys>(prob[t], first_row, first_query + score_col);
+          dropping.drop_marked(prob[t], weights[t].prob);
+        }
+        if constexpr (kSpec.softcap && !kSpec.p_in_registers())
+          p_tile.store(weights[t].prob, score_row + 16 * t, score_col);
+      }
+    } else {
+      if (masked) {
+#pragma unroll
+        for (int t = 0; t < kScoreRows / 16; ++t)
+          prob[t].hide(first_key + score_row + 16 * t, first_query + score_col, hidden_score(s), visible);
+      }
+#pragma unroll
+      for (int j = 0; j < kScoreCols / 8; ++j) {
+        const float2 lse = statistics(stage).lse_of(score_col + 8 * j + prob[0].col());
+#pragma unroll
+        for (int t = 0; t < kScoreRows / 16; ++t)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            prob[t].x[j][i] = exp2f(fmaf(prob[t].x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
+      }
+    }
+    if constexpr (kSpec.dropout && !kSpec.softcap)
 #pragma unroll
       for (int t = 0; t < kScoreRows / 16; ++t)
         dropping.mark<Rows::kKeys>(prob[t], first_key + score_row + 16 * t, first_query + score_col);
@@ -190,31 +206,28 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           else
             ds[t].x[j][i] = prob[t].x[j][i] * (ds[t].x[j][i] - of_row);
         }
-      if constexpr (kSpec.softcap) {
-        const int col = first_query + score_col + 8 * j + prob[0].col();
-        const float2 lse = statistics(stage).lse_of(score_col + 8 * j + prob[0].col());
-#pragma unroll
-        for (int t = 0; t < kScoreRows / 16; ++t)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float exponent = log2f(fabsf(prob[t].x[j][i])) + (i % 2 ? lse.y : lse.x);
-            ds[t].x[j][i] *= change.derivative(exponent, slope, float(place(t, i / 2) - col - i % 2));
-          }
-      }
     }
 #pragma unroll
     for (int t = 0; t < kScoreRows / 16; ++t) {
       ds_tile.template store<T>(ds[t], score_row + 16 * t, score_col);
-      if constexpr (kSpec.dropout) dropping.drop_marked(prob[t]);
+      if constexpr (kSpec.dropout && !kSpec.softcap) dropping.drop_marked(prob[t]);
     }
 
     if constexpr (kSpec.p_in_registers()) {
-      product<T, kBlockQ / 16>(dv, rounded<T>(prob), Right(dout_tile(stage), grad_col_v));
+      const auto held = [&](uint32(&a)[4], int t, int step) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = weights[t].prob[step][i];
+      };
+      if constexpr (kSpec.softcap)
+        product<T, kBlockQ / 16>(dv, held, Right(dout_tile(stage), grad_col_v));
+      else
+        product<T, kBlockQ / 16>(dv, rounded<T>(prob), Right(dout_tile(stage), grad_col_v));
       product<T, kBlockQ / 16>(dk, rounded<T>(ds), Right(q_tile(stage), grad_col));
       __syncthreads();  // dS is complete
     } else {
+      if constexpr (!kSpec.softcap)
 #pragma unroll
-      for (int t = 0; t < kScoreRows / 16; ++t) p_tile.template store<T>(prob[t], score_row + 16 * t, score_col);
+        for (int t = 0; t < kScoreRows / 16; ++t) p_tile.template store<T>(prob[t], score_row + 16 * t, score_col);
       __syncthreads();  // P and dS are complete
       product<T, kBlockQ / 16>(dv, Left(p_tile, grad_row), Right(dout_tile(stage), grad_col_v));
       product<T, kBlockQ / 16>(dk, Left(ds_tile, grad_row), Right(q_tile(stage), grad_col));

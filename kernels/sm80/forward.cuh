@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Matrix v = head_of(p.v, work.batch, work.head / s.group, s.seqlen_k, s.head_dim_v);
 
   const Band band(s);
-  const ScoreChange<kSpec.softcap, kSpec.alibi> change = {p.score, s};
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  const Change change = {p.score, s};
   const float slope = change.slope(work.batch, work.head);
   const Dropping dropping = {p.dropout, work.batch, work.head};
   const int first_row = work.tile * kSpec.block_q, warp = warp_index(), warp_row = warp * kSpec.rows_per_warp();
@@ -136,13 +137,15 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       product<T, kSteps>(scores, Left(q_tile, warp_row), k_operand, load_values);
 
     const int first_key = tile * kSpec.block_k;
-    if constexpr (change.kAny)
+    if constexpr (Change::kAny)
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t)
-        change.apply(
-            scores[t], first_key,
-            [&](int half) { return first_row + warp_row + 16 * t + scores[t].row(half) + change.score.diagonal; },
-            [&](int) { return slope; });
+        change.apply(scores[t], change.slant(
+                                    first_key,
+                                    [&](int half) {
+                                      return first_row + warp_row + 16 * t + scores[t].row(half) + p.score.diagonal;
+                                    },
+                                    [&](int) { return slope; }));
     if (first_key < seen_by_all.first || first_key + kSpec.block_k - 1 > seen_by_all.last) {
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t)

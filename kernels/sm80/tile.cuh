@@ -53,6 +53,16 @@ struct Tile {
         store_shared(at(row + acc.row(half), col / 8 + j) + 2 * acc.col(),
                      T::pack(acc.x[j][2 * half], acc.x[j][2 * half + 1]));
   }
+  // The same of what is rounded: A operands.
+  template <int kSteps>
+  __device__ __forceinline__ void store(const uint32 (&operands)[kSteps][4], int row, int col) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        store_shared(at(row + Accumulator<8>::row(i % 2), col / 8 + 2 * step + i / 2) + 2 * Accumulator<8>::col(),
+                     operands[step][i]);
+  }
 };
 
 // Starts to copy the rows from `first` on into the tile; what lies outside of the matrix becomes zero. A row is cut

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "core/epilogue.cuh"
+#include "core/score.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/wgmma.cuh"
 
@@ -27,8 +28,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[Tiles::kBarriers];
   __shared__ Job jobs[kSpec.stages];
+  __shared__ Alibi alibis[kSpec.stages];
   __shared__ KeyTile key_tiles[kSpec.key_slots];
-  Tiles tiles(first_tile(shared), barriers, jobs, key_tiles);
+  Tiles tiles(first_tile(shared), barriers, jobs, alibis, key_tiles);
   if (threadIdx.x == 0) {
     tiles.init();
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
@@ -46,6 +48,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   }
 
   take_registers<kSpec.registers()>();
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  const Change change = {p.score, s};
   const int group = role - 1;
   const auto warp_row = [] { return int(opaque(threadIdx.x) / 32 % 4 * 16); };
   const Turns<kGroups> turns = {group, 1};
@@ -60,7 +64,11 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   int flags = 0, flags_before = 0, blocks = 0;
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
-  constexpr bool kReadsAhead = kSpec.access == 16;  // the narrow stores have no registers left for lse
+  // The narrow stores have no registers left for lse; softcap with 128 queries none for delta.
+  constexpr bool kReadsAhead = kSpec.access == 16, kDeltaAhead = !(kSpec.softcap && kBlockQ == 128);
+  constexpr int kPart = kSpec.access == 16 ? 2 : 1;
+  // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
+  const uint32 zero = s.group < 0;
 
   // All rings of queries count alike. `ahead` is 1 for the next tile, -1 for the one before.
   const auto issue_scores = [&](int ahead, int keys_ahead) {  // S^T = k q^T
@@ -145,32 +153,51 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     dk.clear(), dv.clear();
   };
   const auto weigh = [&] {
+    Alibi alibi = {};
+    if constexpr (kSpec.alibi) alibi = tiles.alibi();
     wgmma_wait<1>();  // S^T is there
-    if constexpr (!kReadsAhead) read_lse(0, 0, kBlockQ / 16);
-    if (flags >> group & 1) {
-      const Band band(s);
-      prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query, hidden_score(s),
-                [&](int key) { return band.queries(key); });
-    }
+    if constexpr (!kReadsAhead && !kSpec.softcap) read_lse(0, 0, kBlockQ / 16);
+    const auto lse_of = [&](int j, int i) {
+      const float4 four = kSpec.softcap && !kReadsAhead ? statistics(0)[8 * (j / 2)] : lse[j / 2];
+      return j % 2 ? i % 2 ? four.w : four.z : i % 2 ? four.y : four.x;
+    };
+    const auto visible = [&](int key) { return Band(s).queries(key); };
+    Weights<kBlockQ> weights;
+    if constexpr (Change::kAny) {
+      const Slant slant = change.slant(
+          0, [&](int half) { return alibi.origin + 64 * group + warp_row() + prob.row(half); },
+          [&](int) { return alibi.slope; });
+      change.template weigh<T, true, kPart>(prob, weights, slant, [&](int j, int i) { return -lse_of(j, i); });
+      if (flags >> group & 1)
+        change.hide(prob, weights, tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
+                    visible);
+    } else {
+      if (flags >> group & 1)
+        prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query, hidden_score(s),
+                  visible);
 #pragma unroll
-    for (int step = 0; step < kBlockQ / 16; ++step) {
-      const float4 base = lse[step];
+      for (int j = 0; j < kBlockQ / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        float& x = prob.x[2 * step + i / 4][i % 4];
-        x = exp2f(fmaf(x, s.scale_log2, -(i < 4 ? i % 2 ? base.y : base.x : i % 2 ? base.w : base.z)));
-      }
+        for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, -lse_of(j, i)));
     }
+    const auto read_delta = [&](int step) { return statistics(0)[8 * step + 4]; };
     float4 deltas[kBlockQ / 16];
+    if constexpr (kDeltaAhead)
 #pragma unroll
-    for (int step = 0; step < kBlockQ / 16; ++step) deltas[step] = statistics(0)[8 * step + 4];
+      for (int step = 0; step < kBlockQ / 16; ++step) deltas[step] = read_delta(step);
     // The exponentials while dP^T is being made: the compiler moves them past its wait if there is no other.
     barrier_wait(tiles.ds_ring().empty(tiles.ds_ring().slot()), tiles.ds_ring().parity() ^ 1);
     wgmma_wait<0>();  // dP^T is there
 #pragma unroll
     for (int step = 0; step < kBlockQ / 16; ++step) {
-      const float4 delta = deltas[step];
-      prob.template operand<T>(prob_operand[step], step);
+      const float4 delta = kDeltaAhead ? deltas[step] : read_delta(step);
+      if constexpr (kSpec.softcap) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) prob_operand[step][i] = weights.prob[step][i] ^ zero;
+        prob.template widen<T>(weights.changed[step], step);
+      } else {
+        prob.template operand<T>(prob_operand[step], step);
+      }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         float& x = ds.x[2 * step + i / 4][i % 4];

@@ -9,6 +9,7 @@
 
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
+#include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
 #include "sm90/backward_params.cuh"
@@ -139,8 +140,8 @@ struct Side {
   }
 };
 
-// P^T from a warp of the one warpgroup to the same warp of the other, two tiles of 16 x 64 in flight: in 16 bits, in
-// units of 16 bytes a lane.
+// P^T, with softcap multiplied by its derivative, from a warp of the one warpgroup to the same warp of the other, two
+// tiles of 16 x 64 in flight: in 16 bits, in units of 16 bytes a lane.
 struct Handover {
   static constexpr int kBytes = 2 * 2 * kTile * kTile, kBarriers = 4 * 4;
   Ring<2> ring;
@@ -233,6 +234,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
 
   const Sizes& s = p.sizes;
   const Band band(s);
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  const Change change = {p.score, s};
   Works works(p.keys, s, blockIdx.x, gridDim.x, false);
   const auto tiles_of_work = [&] {  // of queries, in each head of the group
     const int first_key = works.work.tile * kTile;
@@ -283,26 +286,51 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       Accumulator<kSpec.head_dim_v> dv;
       dv.clear();
       int tile = tiles.first, head = work.head * s.group;
+      float slope = 0.f;
       const auto weigh = [&](Accumulator<kTile>& prob, uint32(&weights)[kTile / 16][4]) {
         const int first_query = tile * kTile;
-        if (first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last)
-          prob.hide(first_key + warp_row, first_query, hidden_score(s), [&](int key) { return band.queries(key); });
+        const bool masked = first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last;
+        const auto visible = [&](int key) { return band.queries(key); };
+        const auto lse_of = [&](int j) {
+          return *reinterpret_cast<const float2*>(queries.statistic() + 8 * j + prob.col());
+        };
+        Weights<kTile> rounded;
+        if constexpr (Change::kAny) {
+          if (kSpec.alibi && tile == tiles.first) slope = change.slope(work.batch, head++);
+          const Slant slant = change.slant(
+              first_query, [&](int half) { return first_key + warp_row + prob.row(half) - p.score.diagonal; },
+              [&](int) { return slope; });
+          constexpr int kPart = kSpec.access == 16 ? 2 : 1;  // the narrow stores take registers
+          change.template weigh<T, true, kPart>(prob, rounded, slant,
+                                                [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; });
+          if (masked) change.hide(prob, rounded, first_key + warp_row, first_query, visible);
+        } else {
+          if (masked) prob.hide(first_key + warp_row, first_query, hidden_score(s), visible);
 #pragma unroll
-        for (int j = 0; j < kTile / 8; ++j) {
-          const float2 lse = *reinterpret_cast<const float2*>(queries.statistic() + 8 * j + prob.col());
+          for (int j = 0; j < kTile / 8; ++j) {
+            const float2 lse = lse_of(j);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
+            for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
+          }
         }
         if constexpr (kSpec.dropout)
           Dropping{p.dropout, work.batch, head}.template mark<Rows::kKeys>(prob, first_key + warp_row, first_query);
+        if constexpr (kSpec.softcap) {
 #pragma unroll
-        for (int step = 0; step < kTile / 16; ++step) prob.template operand<T>(weights[step], step);
-        handover.put(weights);
-        if constexpr (kSpec.dropout) {
-          Dropping::drop_marked(prob);
+          for (int step = 0; step < kTile / 16; ++step)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weights[step][i] = rounded.prob[step][i];
+          handover.put(rounded.changed);  // the other warpgroup needs P for nothing else
+        } else {
 #pragma unroll
           for (int step = 0; step < kTile / 16; ++step) prob.template operand<T>(weights[step], step);
-          if (tile == tiles.last) ++head;
+          handover.put(weights);
+          if constexpr (kSpec.dropout) {
+            Dropping::drop_marked(prob);
+#pragma unroll
+            for (int step = 0; step < kTile / 16; ++step) prob.template operand<T>(weights[step], step);
+            if (tile == tiles.last) ++head;
+          }
         }
         tile = tile == tiles.last ? tiles.first : tile + 1;
       };

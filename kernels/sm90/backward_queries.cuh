@@ -6,6 +6,7 @@
 
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
+#include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
 #include "sm90/backward_params.cuh"
@@ -40,6 +41,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   Sizes s = p.sizes;
   s.section *= s.group;  // counts query heads here
   const Band band(s);
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  const Change change = {p.score, s};
   Works works(p.queries, s, blockIdx.x, gridDim.x, true);
 
   if (copies) {
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   Accumulator<kBlockK> prob, ds;    // S, then P; dP, then dS
   uint32 weights[kBlockK / 16][4];  // dS in 16 bits, as left operand
   int first_query;                  // of the group
-  float lse[2], delta[2];
+  float lse[2], delta[2], slope;
 
   const auto issue_scores = [&](int ahead) {  // q k^T
     const RowOperand<kBlockK> k(k_base + k_ring.slot(ahead) * kKBytes);
@@ -113,12 +116,22 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   const auto exponentiate = [&](int tile) {  // S -> P
     const int first_key = tile * kBlockK;
     const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, s.seqlen_q) - 1});
-    if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
-      prob.hide(first_query + warp_row, first_key, hidden_score(s), [&](int row) { return band.keys(row); });
+    const bool masked = first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last;
+    const auto visible = [&](int row) { return band.keys(row); };
+    if constexpr (Change::kAny) {
+      const Slant slant = change.slant(
+          first_key, [&](int half) { return first_query + warp_row + prob.row(half) + p.score.diagonal; },
+          [&](int) { return slope; });
+      Weights<kBlockK> none;
+      change.template weigh<T, false>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
+      if (masked) prob.hide(first_query + warp_row, first_key, 0.f, visible);
+    } else {
+      if (masked) prob.hide(first_query + warp_row, first_key, hidden_score(s), visible);
 #pragma unroll
-    for (int j = 0; j < kBlockK / 8; ++j)
+      for (int j = 0; j < kBlockK / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, -lse[i / 2]));
+        for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, -lse[i / 2]));
+    }
     if constexpr (kSpec.dropout) dropping().template mark<Rows::kQueries>(prob, first_query + warp_row, first_key);
   };
   const auto weigh = [&] {  // dP -> dS
@@ -155,6 +168,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
     first_query = work.tile * kBlockQ + 64 * warpgroup;
     const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
     dq.clear();
+    slope = change.slope(work.batch, work.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_query + warp_row + dq.row(half);

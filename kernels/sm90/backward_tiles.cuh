@@ -2,6 +2,7 @@
 // that has them brought there, and the thread that keeps the order of a deterministic backward.
 #pragma once
 
+#include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
 #include "sm90/backward_params.cuh"
@@ -20,6 +21,10 @@ struct alignas(16) Job {  // flags, block and blocks are read together
   int blocks;
   int first_query;
   uint32 before;  // tiles of keys that add to dq before this one, if deterministic
+};
+struct Alibi {  // of a tile of queries and the present keys
+  float slope;
+  int origin;  // the query at the distance 0 from the first key, in the tile
 };
 struct KeyTile {
   int first_key, head, batch;
@@ -43,10 +48,11 @@ struct BackwardTiles {  // in shared memory
 
   uint32 k, v, q, dout, ds, statistics, barriers;
   Job* jobs;
+  Alibi* alibis;
   KeyTile* key_tiles;
   uint32 count = 0, key_count = 0;  // tiles so far, of queries and of keys
 
-  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, KeyTile* key_tiles)
+  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, KeyTile* key_tiles)
       : k(base),
         v(k + kSlots * kKBytes),
         q(v + kSlots * kVBytes),
@@ -55,6 +61,7 @@ struct BackwardTiles {  // in shared memory
         statistics(ds + 2 * kDsBytes),
         barriers(shared_address(barriers)),
         jobs(jobs),
+        alibis(alibis),
         key_tiles(key_tiles) {}
 
   __device__ __forceinline__ Ring<kSlots> keys() const { return Ring<kSlots>(barriers, key_count); }
@@ -75,6 +82,7 @@ struct BackwardTiles {  // in shared memory
     return Ring<1>(barriers + 32 * kSlots + 32 * kSpec.stages + 32, count);
   }
   __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[queries().slot(ahead)]; }
+  __device__ __forceinline__ Alibi& alibi(int ahead = 0) const { return alibis[queries().slot(ahead)]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
     ++count;
@@ -193,6 +201,7 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
   using Tiles = BackwardTiles<kSpec>;
   constexpr int kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k(), kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   const Sizes& s = p.sizes;
+  const ScoreChange<kSpec.softcap, kSpec.alibi> change = {p.score, s};
   const auto copy_queries = [&](int first, int head, int batch) {  // with what comes with them
     const uint32 full = tiles.queries().full(tiles.queries().slot()), slot = tiles.queries().slot();
     const int64 row = (int64(batch) * s.heads_q + head) * statistic_rows(s.seqlen_q) + first;
@@ -228,6 +237,8 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
       if (lane_index() == 0) {
         const int flags = (drained ? Job::kFirst : 0) | (last ? Job::kLast : 0) | (drains ? Job::kDrains : 0);
         tiles.job() = make_job<kSpec>(p, work, head, first, flags);
+        if constexpr (kSpec.alibi)
+          tiles.alibi() = {change.slope(work.batch, head), work.tile * kBlockK - p.score.diagonal - first};
         copy_queries(first, head, work.batch);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,

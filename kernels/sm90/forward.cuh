@@ -67,7 +67,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 
   const Sizes& s = p.sizes;
   const Band band(s);
-  const ScoreChange<kSpec.softcap, kSpec.alibi> change = {p.score, s};
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
@@ -160,11 +161,12 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   float factor[2], slope[2] = {};
   const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
     const int first_key = tile * kBlockK;
-    if constexpr (kSpec.softcap || kSpec.alibi)
-      change.apply(
-          scores[0], first_key,
-          [&](int half) { return query_of(warp_row + scores[0].row(half)) + change.score.diagonal; },
-          [&](int half) { return slope[half]; });
+    if constexpr (Change::kAny)
+      change.template apply<kSpec.float32_out ? 1 : 2>(
+          scores[0],
+          change.slant(
+              first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
+              [&](int half) { return slope[half]; }));
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
       scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
     bool raised = false;  // of this warp: its out is not there yet, and to wait is for the warpgroup
