@@ -22,7 +22,7 @@ struct alignas(16) Job {  // flags, block and blocks are read together
   int first_query;
   uint32 before;  // tiles of keys that add to dq before this one, if deterministic
 };
-struct Alibi {  // of a tile of queries and the present keys
+struct alignas(8) Alibi {  // of a tile of queries and the present keys
   float slope;
   int origin;  // the query at the distance 0 from the first key, in the tile
 };
