@@ -114,8 +114,8 @@ HOPPER_FORWARD = {
     192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
     256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
-# The same for dropout, which spills with the rows above.
-HOPPER_FORWARD_DROPPED = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
+# The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
+HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -129,8 +129,8 @@ BACKWARD = {
     256: ((64, 64, 8, 4, 2, 4, 2, 1), (32, 64, 8, 4, 2, 2, 2, 1), (32, 32, 4, 2, 2, 2, 1, 1)),
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
-# The same, first choice with dropout, which spills with the rows above.
-BACKWARD_DROPPED = {96: ((32, 64, 4, 4, 4, 2, 2, 2),), 128: ((64, 64, 8, 4, 2, 2, 1, 1),)}
+# The same, first choice for what spills with the rows above: dropout, and a changed score with narrow rows.
+BACKWARD_SPARE = {96: ((32, 64, 4, 4, 4, 2, 2, 2),), 128: ((64, 64, 8, 4, 2, 2, 1, 1),)}
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:
@@ -260,10 +260,15 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     access = 4 if float32_out else 16 if access == 16 else min(access, 4)  # float32 goes out element by element
     d = round_up(problem.head_dim, 16)
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    table = HOPPER_FORWARD | HOPPER_FORWARD_DROPPED if problem.dropout else HOPPER_FORWARD
-    row = table[min(limit for limit in table if limit >= max(d, dv))]
-    tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
-    packed = access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
+
+    def tiling_and_packed(table):
+        row = table[min(limit for limit in table if limit >= max(d, dv))]
+        tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
+        return tiling, access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
+
+    tiling, packed = tiling_and_packed(HOPPER_FORWARD)
+    if problem.dropout or any(_change(problem)) and (packed or access < 16):
+        tiling, packed = tiling_and_packed(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)
     spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem))
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
@@ -289,7 +294,8 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
         )
 
     plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)))
-    first = BACKWARD_DROPPED if problem.dropout else BACKWARD_PLAIN if plain else {}
+    spare = problem.dropout or access < 16 and any(_change(problem))
+    first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
     spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
