@@ -130,7 +130,11 @@ BACKWARD = {
 }
 BACKWARD_PLAIN = {64: ((32, 128, 4, 4, 4, 2, 2, 2),)}
 # The same, first choice for what spills with the rows above: dropout, and a changed score with narrow rows.
-BACKWARD_SPARE = {96: ((32, 64, 4, 4, 4, 2, 2, 2),), 128: ((64, 64, 8, 4, 2, 2, 1, 1),)}
+BACKWARD_SPARE = {
+    96: ((32, 64, 4, 4, 4, 2, 2, 2),),
+    128: ((64, 64, 8, 4, 2, 2, 1, 1),),
+    256: ((32, 64, 8, 4, 2, 2, 2, 1),),
+}
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:

@@ -337,7 +337,7 @@ def test_hidden_logits_beyond_every_cap(backend, change):
     gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, **options)
     x.k[:, 70:] = 0
     right = tools.expectation(backend, *x.qkv, x.dout, **options)
-    for name, got in {"out": out, "lse": lse, **gradients._asdict()}.items():
+    for name, got in {"out": out, "lse": lse, **tools.named(gradients)}.items():
         tools.assert_close(name, backend.host(got), *right[name])
     assert not backend.host(gradients.dk)[:, 70:].any() and not backend.host(gradients.dv)[:, 70:].any()
 
