@@ -52,6 +52,7 @@ ENTRIES = {
     "causal": lambda heads: ({"causal": True}, None, causal),
     "softcap": lambda heads: ({"softcap": CAP}, softcap_mod, None),
     "causal softcap": lambda heads: ({"causal": True, "softcap": CAP}, softcap_mod, causal),
+    "softcap of 1": lambda heads: ({"softcap": 1.0}, lambda score, b, h, i, j: torch.tanh(score), None),
     "alibi": lambda heads: ({"alibi_slopes": slopes(heads)}, alibi_mod(heads), None),
     "causal alibi": lambda heads: ({"causal": True, "alibi_slopes": slopes(heads)}, alibi_mod(heads), causal),
     "window": lambda heads: ({"causal": True, "window": (WINDOW, None)}, None, in_window),
