@@ -428,6 +428,7 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> None:
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
         fill(params, name, x)
-    fill(params, "sink", slopes, sink)
+    fill_score(params, problem, slopes)
+    fill(params, "sink", sink)
     fill_dropout(params, problem)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

@@ -512,7 +512,10 @@ def right_softmax(scores, scale=1.0, sinks=-math.inf):
 def check_softmax(scores, scale=1.0, row_tiles=1, sinks=-math.inf):
     out, lse, top = online_softmax(scores, scale, row_tiles, sinks)
     expected_out, expected_lse = right_softmax(scores, scale, sinks)
-    tools.assert_close("out", out.astype(np.float64), expected_out, 4e-6)
+    # top * scale is rounded where it is below kExact: every weight is off by the same factor, which only a sink shows.
+    base = np.abs(top.astype(np.float64) * scale * math.log2(math.e))
+    rounded = np.where(base <= 16384, 2.0**-24 * base, 0).max() if np.isfinite(sinks).any() else 0
+    tools.assert_close("out", out.astype(np.float64), expected_out, 4e-6 + rounded * np.abs(expected_out).max())
     finite = np.abs(expected_lse[np.isfinite(expected_lse)])
     allowed = 4e-6 + 2.0**-22 * (finite.max() if finite.size else 0)
     tools.assert_close("lse", lse.astype(np.float64), expected_lse, allowed)
