@@ -74,7 +74,9 @@ def caption(result):
     measured = "; ".join(f"in {dtype} {titles(names)}" for dtype, names in peers.items() if names)
     return (
         f"TFLOP/s of cupyflash on one {result['gpu']}, whose own bfloat16 matrix product reaches "
-        f"{result['ceilings']['bf16 matmul TFLOP/s']}; in parentheses the ratio to the best peer of the same run"
+        f"{result['ceilings']['bf16 matmul TFLOP/s']}"
+        + (f" (measured {result['ceilings_from']})" if "ceilings_from" in result else "")
+        + "; in parentheses the ratio to the best peer of the same run"
         + (f" ({measured}). " if measured else ". ")
         + "".join(f"{PEERS.get(name, name)} was not measured at {where}. " for name, where in gaps(result))
         + f"The columns are sequence lengths. Measured on {result.get('date', 'an unknown date')} with {used}, "
