@@ -10,6 +10,7 @@ from .problem import Problem
 from .reference import AttentionGradients
 
 _MAX_PLANS = 4096
+_BY_ELEMENT = ("lse", "dlse", "alibi_slopes", "sink", "bias", "mask")  # what no kernel reads by whole rows
 _plans: dict = {}  # signature of a call -> _Plan
 
 
@@ -23,6 +24,8 @@ def attention(
     window=None,
     scale=None,
     softcap=None,
+    bias=None,
+    mask=None,
     alibi_slopes=None,
     sink=None,
     dropout=0.0,
@@ -60,6 +63,13 @@ def attention(
     softcap : float, optional
         Bound of the logits: ``softcap * tanh(logit / softcap)`` takes the place of each scaled logit. From
         1e-30 to 1e30; ``None`` switches it off.
+    bias : array, optional
+        Added to the logits after ``softcap``, not scaled. It broadcasts, as in NumPy, to
+        (batch, heads_q, seqlen_q, seqlen_k), or (heads_q, seqlen_q, seqlen_k) where ``batch`` is left out, and is
+        float16, bfloat16 or float32, whatever the dtype of ``q``; also float64 where that is float64. -inf
+        hides a key.
+    mask : array of bool, optional
+        True where a query may see a key; of what other masks hide, it shows nothing. It broadcasts as ``bias``.
     alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
         ALiBi [4]_: a logit loses ``slope`` times the distance of its key from the diagonal, that of
         ``window``: ``slope * abs(i + seqlen_k - seqlen_q - j)``, or ``slope * abs(i - j)`` with
@@ -101,8 +111,8 @@ def attention(
         the environment variable ``CUPYFLASH_PATH`` names no kernel path, or one that the GPU cannot take; or
         batch * heads * tiles exceeds 2**31 - 1, the blocks of a launch.
     NotImplementedError
-        On a GPU: float32 or float64, bfloat16 below compute capability 8.0, or a head_dim that needs more
-        shared memory than the GPU has.
+        On a GPU: ``bias``, ``mask``, float32 or float64, bfloat16 below compute capability 8.0, or a head_dim
+        that needs more shared memory than the GPU has.
     ImportError
         Arrays on a GPU without CuPy.
     RuntimeError
@@ -135,24 +145,25 @@ def attention(
                                                           x x
                                                           x x
 
-    A query that sees no key has ``out = 0`` and ``lse = -inf``, and so have all queries without any key. With
-    ``sink`` its ``lse`` is the sink.
+    A query sees the keys that ``causal``, ``window`` and ``mask`` all show. One that sees no key has ``out = 0``
+    and ``lse = -inf``, and so have all queries without any key. With ``sink`` its ``lse`` is the sink.
 
-    *Order.* First the scale, then ``softcap``, then ALiBi, then the masks. With s the scaled product of query
-    i and key j, ``lse`` is that of the logits ``softcap * tanh(s / softcap) - slope * abs(i + diagonal - j)``,
-    -inf where the key is hidden, and of ``sink``. Partial results that are merged count every sink that they
-    were given: give it to one part.
+    *Order.* First the scale, then ``softcap``, then ALiBi and ``bias``, then the masks. With s the scaled product of
+    query i and key j, ``lse`` is that of the logits
+    ``softcap * tanh(s / softcap) - slope * abs(i + diagonal - j) + bias[i, j]``, -inf where the key is hidden, and
+    of ``sink``. Partial results that are merged count every sink that they were given: give it to one part.
 
     *Dropout.* Whether a weight is kept depends on the seed and on the batch, the query head, the query and the
     key that it belongs to, on nothing else: not on the backend, the dtype, the lengths or the other options.
     A call in a CUDA graph keeps its seed: each replay drops the same weights.
 
-    *NaN and infinity.* NaN in a query makes its own row NaN and no other. Work is done in tiles of
-    neighbouring queries and keys, and tiles in which no query sees a key are skipped: NaN or infinity in
-    their keys and values never reaches the result. From a tile that is computed, it may also reach queries
-    of the tile that do not see that key: their weight is 0, and 0 times NaN is NaN. A sink of inf takes all
-    the weight: ``out = 0``, ``lse = inf``. One of NaN makes ``lse`` of its head NaN, and ``out`` where a query
-    sees a key.
+    *NaN and infinity.* NaN in a query makes its own row NaN and no other. Work is done in tiles of neighbouring
+    queries and keys, and tiles in which ``causal`` and ``window`` show no query a key are skipped: NaN or
+    infinity in their keys and values never reaches the result; ``mask`` and ``bias`` skip no tile. From a tile
+    that is computed, it may also reach queries of the tile that do not see that key: their weight is 0, and 0
+    times NaN is NaN. NaN or inf in ``bias`` makes the rows NaN that see the key; -inf added to a logit of NaN or
+    inf does not hide it, as ``mask`` does. A sink of inf takes all the weight: ``out = 0``, ``lse = inf``. One of
+    NaN makes ``lse`` of its head NaN, and ``out`` where a query sees a key.
 
     *Dtypes.* float16, bfloat16 (`ml_dtypes.bfloat16`), float32 and float64 on the host, float16 and bfloat16
     on the GPU, all arrays alike: nothing is cast silently. Sums and statistics are float32 (float64 for
@@ -223,6 +234,10 @@ def attention(
         arrays["alibi_slopes"] = alibi_slopes
     if sink is not None:
         arrays["sink"] = sink
+    if bias is not None:
+        arrays["bias"] = bias
+    if mask is not None:
+        arrays["mask"] = mask
     home = interop.home(arrays)
     with home.scope():
         views = home.views(arrays)
@@ -232,6 +247,7 @@ def attention(
         else:
             checks.result_memory(home, **views)
         slopes, sinks = _slopes(home, plan, views), views.pop("sink", None)
+        bias, mask = (_of_logits(home, plan, views, name) for name in ("bias", "mask"))
         lse = views["lse"] = None
         if return_lse:
             lse, views["lse"] = home.empty(*plan.results["lse"])
@@ -240,7 +256,7 @@ def attention(
         else:
             out_view = views["out"]
             _gather(home, plan, views)
-            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks, seed)
+            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks, seed, bias, mask)
             if views["out"] is not out_view:
                 out_view[...] = views["out"]
         return (home.give(out), home.give(lse)) if return_lse else home.give(out)
@@ -260,13 +276,15 @@ def attention_backward(
     window=None,
     scale=None,
     softcap=None,
+    bias=None,
+    mask=None,
     alibi_slopes=None,
     sink=None,
     dropout=0.0,
     seed=None,
     deterministic=False,
 ):
-    """Gradients of `attention` with respect to ``q``, ``k``, ``v`` and ``sink``.
+    """Gradients of `attention` with respect to ``q``, ``k``, ``v``, ``bias`` and ``sink``.
 
     The attention weights are computed again from ``lse``, tile by tile (FlashAttention-2 [1]_), so memory
     grows with the length, not with its square. With ``p = exp(scale * q @ k.T - lse)``:
@@ -274,11 +292,12 @@ def attention_backward(
     * ``dv = p.T @ dout``
     * ``ds = p * (dout @ v.T - sum(dout * out, axis=-1) + dlse)``
     * ``dq = scale * ds @ k`` and ``dk = scale * ds.T @ q``
+    * ``dbias = ds``, summed over the axes along which the bias was broadcast
     * ``dsink = sum(exp(sink - lse) * (dlse - sum(dout * out, axis=-1)))``
 
     where ``dk`` and ``dv`` are summed over the query heads that share a key head, in float32, and ``dsink`` over
-    the queries of all batches. With options,
-    ``p = exp(logits - lse)`` of the logits of `attention`, and ``softcap`` multiplies ``ds`` by the derivative
+    the queries of all batches. With options, ``p = exp(logits - lse)`` of the logits of `attention`, and
+    ``softcap`` multiplies the ``ds`` of ``dq`` and ``dk`` by the derivative
     ``1 - tanh(scale * q @ k.T / softcap)**2``. ``dropout`` acts on ``p`` in ``dv`` and on ``dout @ v.T``:
     elements become 0 or are divided by ``1 - dropout``.
 
@@ -294,7 +313,7 @@ def attention_backward(
         As `attention` returned it with ``return_lse=True``.
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of ``lse``, with the dtype of ``lse``; 0 when left out.
-    causal, window, scale, softcap, alibi_slopes, sink, dropout, seed
+    causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed
         As given to `attention`. No gradient of ``alibi_slopes`` is computed.
     deterministic : bool, default False
         Add everything in a fixed order, so that the same call always gives the same bits; slower on a GPU.
@@ -303,10 +322,11 @@ def attention_backward(
     Returns
     -------
     AttentionGradients
-        Named tuple of ``dq``, ``dk``, ``dv`` and ``dsink``: arrays with shape and dtype of ``q``, ``k``, ``v``
-        and ``sink``, of their library; ``dsink`` is None without ``sink``. Take them by name, or the first
-        three by ``dq, dk, dv, *_``: more fields may follow. Gradients of a query that sees no key, and of a
-        key that no query sees, are 0.
+        Named tuple of ``dq``, ``dk``, ``dv``, ``dbias`` and ``dsink``: arrays with shape and dtype of ``q``,
+        ``k``, ``v``, ``bias`` and ``sink``, of their library; ``dbias`` is None without ``bias``, ``dsink`` without
+        ``sink``. ``dbias`` is summed in float32 (float64 for float64) and then rounded. Take them by name, or the
+        first three by ``dq, dk, dv, *_``: more fields may follow. Gradients of a query that sees no key, and of a
+        key that no query sees, are 0, and so is that of the bias of a key that is hidden.
 
     Raises
     ------
@@ -352,25 +372,34 @@ def attention_backward(
         arrays["alibi_slopes"] = alibi_slopes
     if sink is not None:
         arrays["sink"] = sink
+    if bias is not None:
+        arrays["bias"] = bias
+    if mask is not None:
+        arrays["mask"] = mask
     home = interop.home(arrays)
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_backward, home.gpu, options, views)
         slopes, sinks = _slopes(home, plan, views), views.pop("sink", None)
+        bias, mask = (_of_logits(home, plan, views, name) for name in ("bias", "mask"))
         views.setdefault("dlse")
-        grads = []
+        grads = {}
         for name, (shape, dtype) in plan.results.items():
-            grad, views[name] = home.empty(shape, dtype)
-            grads.append(grad)
-        dsink = views.pop("dsink", None)
+            grads[name], views[name] = home.empty(shape, dtype)
+        dbias, dsink = views.pop("dbias", None), views.pop("dsink", None)
         if plan.empty:
             _fill({"dq": 0, "dk": 0, "dv": 0}, views)
+            if dbias is not None:
+                dbias[...] = 0
             if dsink is not None:
                 dsink[...] = _gradient_of_all_weight(home, plan, sinks, views["dlse"])
         else:
             _gather(home, plan, views)
-            home.backend.backward(plan.problem, *_batched(plan, views), slopes, sinks, dsink, bool(deterministic), seed)
-        return AttentionGradients(*map(home.give, grads))
+            if dbias is not None:
+                dbias = dbias.reshape((1,) * (4 - dbias.ndim) + dbias.shape)
+            arrays = *_batched(plan, views), slopes, sinks, dsink
+            home.backend.backward(plan.problem, *arrays, bool(deterministic), seed, bias, mask, dbias)
+        return AttentionGradients(**{name: home.give(grad) for name, grad in grads.items()})
 
 
 class _Plan(NamedTuple):
@@ -407,6 +436,8 @@ def _plan_forward(gpu, options, views):
 def _plan_backward(gpu, options, views):
     problem = checks.backward(gpu, options, **views)
     results = {f"d{name}": (views[name].shape, checks.PLAIN_DTYPES[problem.dtype]) for name in "qkv"}
+    if problem.bias:
+        results["dbias"] = (views["bias"].shape, checks.PLAIN_DTYPES[problem.bias])
     if problem.sink:
         results["dsink"] = ((problem.heads_q,), checks.lse_dtype(problem.dtype))
     return _Plan(problem, problem.empty, views["q"].ndim == 4, _scattered(gpu, views), results)
@@ -416,7 +447,7 @@ def _scattered(gpu, views):
     for name, x in views.items():
         if gpu and x is not None and any(stride % x.itemsize for stride in x.strides):
             raise ValueError(f"{name} has strides {x.strides}; allowed: multiples of its {x.itemsize} bytes an element")
-    rows = {name: x for name, x in views.items() if gpu and name not in ("lse", "dlse", "alibi_slopes", "sink")}
+    rows = {name: x for name, x in views.items() if gpu and name not in _BY_ELEMENT}
     return [name for name, x in rows.items() if x.shape[-1] > 1 and x.strides[-1] != x.itemsize]
 
 
@@ -430,6 +461,13 @@ def _slopes(home, plan, views):
     """The slopes as (batch, heads_q), taken out of `views`: what is left has its batch in front."""
     slopes = views.pop("alibi_slopes", None)
     return None if slopes is None else home.xp.broadcast_to(slopes, (plan.problem.batch, plan.problem.heads_q))
+
+
+def _of_logits(home, plan, views, name):
+    """The array as (batch, heads_q, seqlen_q, seqlen_k), taken out of `views`, without a copy."""
+    x, problem = views.pop(name, None), plan.problem
+    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    return None if x is None else home.xp.broadcast_to(x, shape)
 
 
 def _batched(plan, views):

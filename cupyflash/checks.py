@@ -179,9 +179,9 @@ def given(problem) -> Problem:
     return replace(problem, **fields)
 
 
-def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None) -> Problem:
+def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bias=None, mask=None) -> Problem:
     """Problem of a forward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, alibi_slopes, sink, q=q, k=k, v=v)
+    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, q=q, k=k, v=v)
     if out is not None:
         _check_out(problem, q, out)
         if _overlaps_itself(out):
@@ -192,9 +192,11 @@ def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None) ->
     return problem
 
 
-def backward(gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=None, sink=None) -> Problem:
+def backward(
+    gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=None, sink=None, bias=None, mask=None
+) -> Problem:
     """Problem of a backward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, alibi_slopes, sink, q=q, k=k, v=v, dout=dout)
+    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, q=q, k=k, v=v, dout=dout)
     _check_out(problem, q, out)
     _check_shape("dout", dout, out.shape, "that of out")
     for name, x in (("lse", lse), ("dlse", dlse)):
@@ -203,7 +205,7 @@ def backward(gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=N
     return problem
 
 
-def _problem(gpu, options, slopes, sink, *, q, k, v, **more):
+def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
     arrays = {"q": q, "k": k, "v": v, **more}
     _check_dtypes(arrays)
     dtype = DTYPES[q.dtype]
@@ -239,6 +241,15 @@ def _problem(gpu, options, slopes, sink, *, q, k, v, **more):
     if sink is not None:
         _check_lse_dtype(dtype, "sink", sink)
         _check_shape("sink", sink, (heads_q,), "(heads_q,)")
+    if bias is not None:
+        _check_bias_dtype(dtype, bias)
+    if mask is not None and mask.dtype != bool:
+        raise TypeError(f"mask has dtype {mask.dtype}; allowed: bool, True where a query may see a key")
+    for name, x in (("bias", bias), ("mask", mask)):
+        if x is not None:
+            _check_broadcasts(name, x, (*batch, heads_q, seqlen_q, seqlen_k))
+            if gpu:
+                raise NotImplementedError(f"{name} is given; allowed on the GPU: None; on the host: NumPy arrays")
     if options.dropout:
         counted(**dict(zip(("batch",), batch)), heads=heads_q)
     return Problem(
@@ -256,6 +267,8 @@ def _problem(gpu, options, slopes, sink, *, q, k, v, **more):
         slopes is not None,
         sink is not None,
         options.dropout,
+        None if bias is None else DTYPES[bias.dtype],
+        mask is not None,
     )
 
 
@@ -364,6 +377,20 @@ def _check_slopes(dtype, slopes, shape):
     if slopes.shape not in (shape, shape[-1:]):
         with_batch = f" or {shape}, (batch, heads_q)" if len(shape) > 1 else ""
         raise ValueError(f"alibi_slopes has shape {slopes.shape}; allowed: {shape[-1:]}, (heads_q,){with_batch}")
+
+
+def _check_bias_dtype(dtype, bias):
+    allowed = {name: x for x, name in DTYPES.items() if name != "float64" or dtype == "float64"}
+    if bias.dtype not in allowed.values():
+        raise TypeError(f"bias has dtype {bias.dtype}; allowed: {', '.join(allowed)} for dtype {dtype}")
+
+
+def _check_broadcasts(name, x, shape):
+    axes = shape[len(shape) - x.ndim :]
+    if x.ndim > len(shape) or any(size not in (1, whole) for size, whole in zip(x.shape, axes, strict=True)):
+        raise ValueError(
+            f"{name} has shape {x.shape}; allowed: what broadcasts to {shape}, ([batch,] heads_q, seqlen_q, seqlen_k)"
+        )
 
 
 def _check_lse_dtype(dtype, name, x):

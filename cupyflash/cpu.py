@@ -21,10 +21,10 @@ TILE_KEYS = 512
 TILE_ROWS = 256
 
 
-def forward(problem, q, k, v, out, lse, slopes, sink, seed=None):
+def forward(problem, q, k, v, out, lse, slopes, sink, seed=None, bias=None, mask=None):
     """Write attention to `out`, and its log-sum-exp to `lse` unless that is `None`."""
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes, sink, seed):
+        for stack in _stacks(problem, slopes, sink, seed, bias, mask):
             keys, values = stack.fold(k), stack.fold(v)
             for rows in stack.row_blocks():
                 tile_out, tile_lse = _forward_rows(stack, rows, stack.fold_queries(q, rows), keys, values)
@@ -55,15 +55,36 @@ def _forward_rows(stack, rows, queries, keys, values):
     return weighted, np.logaddexp(highest + np.log(total), sink)[..., None]
 
 
-def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, sink, dsink, deterministic, seed=None):
-    """Write `dq`, `dk`, `dv` and, unless it is `None`, `dsink`.
+def backward(
+    problem,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dlse,
+    dq,
+    dk,
+    dv,
+    slopes,
+    sink,
+    dsink,
+    deterministic,
+    seed=None,
+    bias=None,
+    mask=None,
+    dbias=None,
+):
+    """Write `dq`, `dk`, `dv` and, unless they are `None`, `dsink` and `dbias`: four axes, of 1 where it was broadcast.
 
     The order of the sums never varies, `deterministic` or not.
     """
+    dbias_sum = None if dbias is None else np.zeros(dbias.shape, _work_dtype(problem))
     if dsink is not None:
         dsink[...] = 0
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes, sink, seed):
+        for stack in _stacks(problem, slopes, sink, seed, bias, mask):
             keys, values = stack.fold(k), stack.fold(v)
             dkeys, dvalues = np.zeros_like(keys), np.zeros_like(values)
             for rows in stack.row_blocks():
@@ -75,14 +96,18 @@ def backward(problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, sink, d
                 delta[row_lse == -np.inf] = 0  # no weight is left that dlse could move
                 if dsink is not None:
                     stack.add_sink_gradient(dsink, rows, row_lse, delta)
-                dqueries = _backward_rows(stack, rows, queries, keys, values, douts, row_lse, delta, dkeys, dvalues)
+                sums = dkeys, dvalues, dbias_sum
+                dqueries = _backward_rows(stack, rows, queries, keys, values, douts, row_lse, delta, sums)
                 stack.unfold(dqueries, dq, rows)
             stack.unfold(dkeys, dk)
             stack.unfold(dvalues, dv)
+        if dbias is not None:
+            dbias[...] = dbias_sum
 
 
-def _backward_rows(stack, rows, queries, keys, values, douts, lse, delta, dkeys, dvalues):
-    """Gradient of one block of queries; adds their part to the gradients of keys and values."""
+def _backward_rows(stack, rows, queries, keys, values, douts, lse, delta, sums):
+    """Gradient of one block of queries; adds their part to the `sums`, the gradients of keys, values and bias."""
+    dkeys, dvalues, dbias = sums
     dqueries = np.zeros_like(queries.folded)
     lse = np.where(lse == -np.inf, np.inf, lse)  # a row without keys: weights 0, not exp(-inf + inf)
     for tile in stack.key_blocks(rows):
@@ -95,11 +120,18 @@ def _backward_rows(stack, rows, queries, keys, values, douts, lse, delta, dkeys,
         ds = stack.drop(values[..., tile, :] @ douts.swapaxes(-1, -2), kept)
         ds -= delta[..., None, :]
         ds *= p
+        if dbias is not None:
+            stack.add_bias_gradient(dbias, rows, tile, ds)
         if stack.problem.softcap is not None:
             ds *= np.subtract(1, np.square(products, out=products), out=products)
         dkeys[..., tile, :] += queries.complete(ds @ queries.folded)
         dqueries += ds.swapaxes(-1, -2) @ keys[..., tile, :]
     return _times(dqueries, stack.problem.scale)
+
+
+def _work_dtype(problem):
+    """What is computed in: 16-bit inputs are widened."""
+    return np.float64 if problem.dtype == "float64" else np.float32
 
 
 def _times(x, scale):
@@ -114,7 +146,7 @@ def _by_row(lse):
     return lse.swapaxes(1, 2)[..., None]
 
 
-def _stacks(problem, slopes, sink, seed):
+def _stacks(problem, *arrays):
     """Every range of batch and key heads; short sequences are stacked until they fill a tile."""
     rows = max(1, min(problem.seqlen_q, TILE_ROWS // problem.group))
     heads = TILE_ROWS * TILE_KEYS // (rows * problem.group * min(problem.seqlen_k, TILE_KEYS))
@@ -122,7 +154,7 @@ def _stacks(problem, slopes, sink, seed):
     batch = max(1, min(problem.batch, heads // heads_k))
     for b in range(0, problem.batch, batch):
         for h in range(0, problem.heads_k, heads_k):
-            yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows, slopes, sink, seed)
+            yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows, *arrays)
 
 
 class _Queries(NamedTuple):
@@ -146,11 +178,12 @@ class _Stack:
     slopes: np.ndarray | None  # (batch, heads_q), of all heads
     sink: np.ndarray | None  # (heads_q,), of all heads
     seed: int | None
+    bias: np.ndarray | None  # (batch, heads_q, seqlen_q, seqlen_k), of all heads
+    mask: np.ndarray | None  # the same
 
     @property
     def dtype(self):
-        """What is computed in: 16-bit inputs are widened."""
-        return np.float64 if self.problem.dtype == "float64" else np.float32
+        return _work_dtype(self.problem)
 
     def row_blocks(self):
         """The blocks of queries."""
@@ -196,14 +229,18 @@ class _Stack:
         logits = products if problem.softcap is None else products * self.dtype(problem.softcap)
         low, high = problem.unmasked_range(rows.start, rows.stop)
         masked = tile.start < low or tile.stop > high
+        by_head = _by_head(logits, rows)
         if masked or problem.alibi:
-            by_head = logits.reshape(*logits.shape[:-1], -1, rows.stop - rows.start)
             diagonal = np.arange(rows.start, rows.stop, dtype=np.int32) + problem.diagonal
             ahead = np.arange(tile.start, tile.stop, dtype=np.int32)[:, None] - diagonal
         if problem.alibi:
             by_head -= self._slopes() * np.abs(ahead).astype(self.dtype)[:, None, :]
+        if self.bias is not None:
+            by_head += self._tile_of(self.bias, rows, tile).astype(self.dtype)
         if masked:
             np.copyto(by_head, -np.inf, where=self._hidden(ahead)[:, None, :])
+        if self.mask is not None:
+            np.copyto(by_head, -np.inf, where=~self._tile_of(self.mask, rows, tile))
         return logits
 
     def kept(self, rows, tile):
@@ -227,6 +264,21 @@ class _Stack:
         slopes = self.slopes[self.batch]
         return slopes.reshape(len(slopes), self.problem.heads_k, 1, -1, 1)[:, self.heads_k]
 
+    def _tile_of(self, x, rows, tile):
+        """Keys by queries of one tile, by head, of `(batch, heads_q, seqlen_q, seqlen_k)`."""
+        x = x[self.batch, :, rows, tile]
+        x = x.reshape(len(x), self.problem.heads_k, -1, *x.shape[2:])[:, self.heads_k]
+        return x.transpose(0, 1, 4, 2, 3)
+
+    def add_bias_gradient(self, dbias, rows, tile, ds):
+        """Add to `dbias`, of all heads, the part of one tile, summed over the axes that were broadcast."""
+        by_query = _by_head(ds, rows).transpose(0, 1, 3, 4, 2)
+        by_query = by_query.reshape(len(ds), -1, *by_query.shape[-2:])
+        heads = slice(self.heads_k.start * self.problem.group, self.heads_k.stop * self.problem.group)
+        parts = zip(dbias.shape, (self.batch, heads, rows, tile))
+        at = tuple(slice(None) if size == 1 else part for size, part in parts)
+        dbias[at] += by_query.sum(axis=tuple(i for i, size in enumerate(dbias.shape) if size == 1), keepdims=True)
+
     def sinks(self, rows):
         """Those of the rows of a block: `(heads_k, group * rows)`; -inf where there are none."""
         if self.sink is None:
@@ -249,6 +301,11 @@ class _Stack:
         if self.problem.left is not None:
             hidden |= ahead < -self.problem.left
         return hidden
+
+
+def _by_head(x, rows):
+    """Of keys by queries of one tile, a view with an axis of the heads that share a key head: the last but one."""
+    return x.reshape(*x.shape[:-1], -1, rows.stop - rows.start)
 
 
 def _blocks(first, last, size):

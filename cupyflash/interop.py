@@ -102,6 +102,7 @@ class PyTorch(Home):
         self.torch = torch = sys.modules["torch"]
         self.dtypes = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
         self.torch_dtypes = {ours: theirs for theirs, ours in self.dtypes.items()}
+        self.mask_dtypes = {torch.bool: np.dtype(bool)}
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self.streams = {}  # CuPy's, by the pointer
 
@@ -133,9 +134,10 @@ class PyTorch(Home):
                 f"{name} has layout {x.layout}, is_conj() {x.is_conj()} and is_neg() {x.is_neg()}; allowed: "
                 f"torch.strided, without conjugate or negative bit ({name}.resolve_conj().resolve_neg())"
             )
-        dtype = self.dtypes.get(x.dtype)
+        dtypes = self.mask_dtypes if name == "mask" else self.dtypes
+        dtype = dtypes.get(x.dtype)
         if dtype is None:
-            raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, self.dtypes))}")
+            raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, dtypes))}")
         try:
             return self._view(x.detach(), dtype)
         except (AssertionError, RuntimeError) as error:

@@ -106,8 +106,11 @@ class Plan:
         self.idle.append((words, arguments, address))
 
 
-def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0) -> None:
-    """Write ``out`` and, unless it is None, ``lse``."""
+def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None) -> None:
+    """Write ``out`` and, unless it is None, ``lse``.
+
+    The kernels know no ``bias`` and no ``mask`` yet: ``checks`` lets none pass.
+    """
     if problem.scale < 0:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
@@ -124,9 +127,30 @@ def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0) ->
 
 
 def backward(
-    problem: Problem, dout, q, k, v, out, lse, dlse, dq, dk, dv, slopes, sink, dsink, deterministic: bool, seed: int = 0
+    problem: Problem,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dlse,
+    dq,
+    dk,
+    dv,
+    slopes,
+    sink,
+    dsink,
+    deterministic: bool,
+    seed: int = 0,
+    bias=None,
+    mask=None,
+    dbias=None,
 ) -> None:
-    """Write ``dq``, ``dk``, ``dv`` and, unless it is None, ``dsink``, which is contiguous."""
+    """Write ``dq``, ``dk``, ``dv`` and, unless it is None, ``dsink``, which is contiguous.
+
+    As `forward`, without bias and mask.
+    """
     arrays = (q, k, v, dout, out, dq, dk, dv)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()

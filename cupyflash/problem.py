@@ -30,6 +30,8 @@ class Problem:
     alibi: bool = False  # slopes are given
     sink: bool = False  # sinks are given
     dropout: float = 0.0  # a multiple of 2**-32
+    bias: str | None = None  # dtype of the bias that is given
+    mask: bool = False  # a mask is given
 
     @property
     def group(self) -> int:

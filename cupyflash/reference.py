@@ -19,6 +19,7 @@ class AttentionGradients(NamedTuple):
     dq: object
     dk: object
     dv: object
+    dbias: object = None
     dsink: object = None
 
 
@@ -32,6 +33,8 @@ def attention(
     window=None,
     scale=None,
     softcap=None,
+    bias=None,
+    mask=None,
     alibi_slopes=None,
     sink=None,
     dropout=0.0,
@@ -46,7 +49,7 @@ def attention(
     ----------
     q, k, v : numpy.ndarray or cupy.ndarray
         `(batch, seqlen, heads, head_dim)`, or the same without `batch`.
-    causal, window, scale, softcap, alibi_slopes, sink, dropout, seed, return_lse
+    causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed, return_lse
         As in `cupyflash.attention`.
 
     Returns
@@ -59,7 +62,7 @@ def attention(
     """
     xp = _namespace(q)
     heads_k = k.shape[-2]
-    logits, _ = _logits(xp, q, k, causal, window, scale, softcap, alibi_slopes)
+    logits, _ = _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes)
     sink = xp.broadcast_to(_sink(xp, sink, heads_k), (*logits.shape[:-1], 1))
     highest = xp.concatenate([logits, sink], axis=-1).max(axis=-1, keepdims=True)
     highest = xp.where((highest == -math.inf) | (sink == math.inf), 0.0, highest)
@@ -88,6 +91,8 @@ def attention_backward(
     window=None,
     scale=None,
     softcap=None,
+    bias=None,
+    mask=None,
     alibi_slopes=None,
     sink=None,
     dropout=0.0,
@@ -101,7 +106,7 @@ def attention_backward(
     ----------
     dout : numpy.ndarray or cupy.ndarray
         Gradient of `out`.
-    q, k, v, causal, window, scale, softcap, alibi_slopes, sink, dropout, seed
+    q, k, v, causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed
         As given to `attention`.
     out, lse : ndarray
         What `attention` returned for them.
@@ -111,12 +116,13 @@ def attention_backward(
     Returns
     -------
     AttentionGradients
-        `dq`, `dk`, `dv` and, with `sink`, `dsink` in float64, shaped like `q`, `k`, `v` and `sink`.
+        `dq`, `dk`, `dv` and, with `bias` and `sink`, `dbias` and `dsink` in float64, shaped like these.
     """
     xp = _namespace(q)
     heads_k = k.shape[-2]
+    by_head = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     scale = _scale(q, scale)
-    logits, derivative = _logits(xp, q, k, causal, window, scale, softcap, alibi_slopes)
+    logits, derivative = _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes)
     dout, q, k, v, out = (_split(xp, x, heads_k) for x in (dout, q, k, v, out))
     lse = lse.astype(xp.float64).reshape(*logits.shape[:-1], 1)
     dlse = 0.0 if dlse is None else dlse.astype(xp.float64).reshape(lse.shape)
@@ -126,7 +132,9 @@ def attention_backward(
     dp = drop(dout @ v.swapaxes(-1, -2))
     delta = (dout * out).sum(axis=-1, keepdims=True)
     to_all = xp.where(lse == -math.inf, 0.0, dlse - delta)  # a row without keys has no weight to move
-    ds = derivative * p * (dp + to_all)
+    ds = p * (dp + to_all)
+    dbias = None if bias is None else _summed(ds.reshape(by_head), bias.shape)
+    ds = derivative * ds
     dq = scale * ds @ k
     dk = scale * ds.swapaxes(-1, -2) @ q
     dv = drop(p).swapaxes(-1, -2) @ dout
@@ -136,9 +144,9 @@ def attention_backward(
         logit = _sink(xp, sink, heads_k)
         alone = lse == logit  # all the weight is the sink's, also where the difference of two infinities is NaN
         weight = xp.exp(xp.where(alone, 0.0, logit) - xp.where(alone, 0.0, lse))
-        by_head = (weight * to_all).sum(axis=(-2, -1))
-        dsink = by_head.reshape(math.prod(by_head.shape[:-2]), sink.size).sum(axis=0)
-    return AttentionGradients(*(_join(xp, x) for x in (dq, dk, dv)), dsink)
+        sums = (weight * to_all).sum(axis=(-2, -1))
+        dsink = sums.reshape(math.prod(sums.shape[:-2]), sink.size).sum(axis=0)
+    return AttentionGradients(*(_join(xp, x) for x in (dq, dk, dv)), dbias, dsink)
 
 
 def visible(xp, seqlen_q, seqlen_k, causal=False, window=None):
@@ -167,7 +175,7 @@ def _scale(q, scale):
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _logits(xp, q, k, causal, window, scale, softcap, alibi_slopes):
+def _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes):
     """`(..., heads_k, group, seqlen_q, seqlen_k)`, -inf where the key is hidden; and the derivative of softcap."""
     softcap = checks.options(causal, window, None, softcap).softcap
     heads_k, lengths = k.shape[-2], (q.shape[-3], k.shape[-3])
@@ -178,7 +186,24 @@ def _logits(xp, q, k, causal, window, scale, softcap, alibi_slopes):
     if alibi_slopes is not None:
         slopes = alibi_slopes.astype(xp.float64).reshape(*alibi_slopes.shape[:-1], *logits.shape[-4:-2], 1, 1)
         logits = logits - slopes * abs(_ahead(xp, *lengths, causal))
-    return xp.where(visible(xp, *lengths, causal, window), logits, -math.inf), derivative
+    if bias is not None:
+        logits = logits + _by_head(xp, bias.astype(xp.float64), logits)
+    seen = visible(xp, *lengths, causal, window)
+    if mask is not None:
+        seen = seen & _by_head(xp, mask, logits)
+    return xp.where(seen, logits, -math.inf), derivative
+
+
+def _by_head(xp, x, logits):
+    """What broadcasts to `(..., heads_q, seqlen_q, seqlen_k)`, in the shape of `logits`."""
+    *batch, heads_k, group, seqlen_q, seqlen_k = logits.shape
+    return xp.broadcast_to(x, (*batch, heads_k * group, seqlen_q, seqlen_k)).reshape(logits.shape)
+
+
+def _summed(x, shape):
+    """Sum of `x` over the axes along which `shape` was broadcast to its shape."""
+    shape_in_full = (1,) * (x.ndim - len(shape)) + shape
+    return x.sum(axis=tuple(i for i, n in enumerate(shape_in_full) if n == 1), keepdims=True).reshape(shape)
 
 
 def _sink(xp, sink, heads_k):

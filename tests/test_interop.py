@@ -34,7 +34,7 @@ def inputs(dtype="float32"):
 
 
 def results(dout, q, k, v, **options):
-    """out, lse, dq, dk, dv and, with a sink, dsink"""
+    """out, lse, dq, dk, dv and, with a bias and a sink, dbias and dsink"""
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
     return [out, lse, *named(cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=lse, **options)).values()]
 
@@ -245,7 +245,7 @@ def test_no_copy(name, monkeypatch):
     out = cupyflash.attention(*[from_numpy(name, x) for x in args[1:]])
     for x, view in zip((*args[1:], to_numpy(out)), seen, strict=False):
         assert x.__array_interface__["data"][0] == view.__array_interface__["data"][0]
-    assert seen[4:] == [None, None, None, 0]  # lse, slopes, sink, seed
+    assert seen[4:] == [None, None, None, 0, None, None]  # lse, slopes, sink, seed, bias, mask
 
 
 def test_jax_without_copy(monkeypatch):

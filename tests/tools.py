@@ -287,20 +287,23 @@ def yardstick(
     window=None,
     scale=None,
     softcap=None,
+    bias=None,
+    mask=None,
     alibi_slopes=None,
     sink=None,
     dropout=0.0,
     seed=None,
+    bias_dtype=None,
 ):
     """What is right, and how far off one may be: `{name: (expected, allowed)}`.
 
-    Takes float64 arrays of four axes. Allowed is twice the error of a plain implementation (products and softmax in
-    float32, weights and results rounded to the dtype) and a floor: the rounding of the result, and of every term of
-    its sum as if independent. Without the floor, a plain implementation that is right by luck on a tiny case would
-    allow nothing.
+    Takes float64 arrays of four axes, and the dtype that `bias` had. Allowed is twice the error of a plain
+    implementation (products and softmax in float32, weights and results rounded to the dtype) and a floor: the rounding
+    of the result, and of every term of its sum as if independent. Without the floor, a plain implementation that is
+    right by luck on a tiny case would allow nothing.
     """
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    options["sink"] = sink
+    options |= {"bias": bias, "mask": mask, "sink": sink}
     options |= {"dropout": dropout, "seed": seed}
     xp = reference._namespace(q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -330,16 +333,21 @@ def yardstick(
 
     expected, expected_lse = reference.attention(q, k, v, return_lse=True, **options)
     q_, k_, v_ = (heads_first(x).astype(work) for x in (q, k, v))
-    s, derivative, bias = work(scale) * (q_ @ transposed(k_)), work(1), work(0)
+    s, derivative, added = work(scale) * (q_ @ transposed(k_)), work(1), work(0)
     if softcap is not None:
         tanh = xp.tanh(s / work(softcap))
         s, derivative = work(softcap) * tanh, 1 - tanh * tanh
     if alibi_slopes is not None:
         slopes = alibi_slopes.astype(work).reshape(*alibi_slopes.shape[:-1], k.shape[2], group, 1, 1)
-        bias = slopes * xp.abs(reference._ahead(xp, q.shape[1], k.shape[1], causal)).astype(work)
+        added = -slopes * xp.abs(reference._ahead(xp, q.shape[1], k.shape[1], causal)).astype(work)
+    terms_of_s, s = abs(s) + abs(added), s + added
+    if bias is not None:
+        added = reference._by_head(xp, bias.astype(work), s)
+        terms_of_s, s = terms_of_s + abs(added), s + added
     seen = reference.visible(xp, q.shape[1], k.shape[1], causal, window)
-    terms_of_s = xp.where(seen, abs(s) + abs(bias), work(0))
-    s = xp.where(seen, s - bias, -work(math.inf))
+    if mask is not None:
+        seen = seen & reference._by_head(xp, mask, s)
+    terms_of_s, s = xp.where(seen, terms_of_s, work(0)), xp.where(seen, s, -work(math.inf))
     sinks = xp.full((1, 1, 1, 1), -math.inf, work) if sink is None else sink.astype(work).reshape(k.shape[2], -1, 1, 1)
     highest = xp.maximum(s.max(axis=-1, keepdims=True), sinks)
     highest = xp.where(highest == -math.inf, work(0), highest)
@@ -376,12 +384,28 @@ def yardstick(
     if dlse is not None:
         delta = delta - dlse.astype(work).reshape(delta.shape)
     dp = factor * (do @ transposed(v_))
-    ds = rounded(derivative * p * (dp - delta))
+    ds_before = p * (dp - delta)
+    ds = rounded(derivative * ds_before)
+    delta_error = xp.sqrt((do * do * o * o).sum(axis=-1, keepdims=True))  # o is rounded: one error for the whole row
+    if bias is not None:
+        # The error of delta is one of the whole row, and of a bias for whole rows it is that of all its weights.
+        shape = (*q.shape[:1], q.shape[2], q.shape[1], k.shape[1])
+        plain = reference._summed(ds_before.reshape(shape), bias.shape)
+        floor = xp.abs(dp) + xp.abs(delta)
+        squares = reference._summed(((p * floor) ** 2).reshape(shape), bias.shape)
+        per_row = p.reshape(shape)
+        if 1 in bias.shape[-1:] or bias.ndim == 0:
+            per_row = per_row.sum(axis=-1, keepdims=True)
+        of_delta = (per_row * delta_error.reshape(*shape[:-1], 1)) ** 2
+        squares = squares + reference._summed(of_delta, bias.shape)
+        right, allowed = bound(gradients.dbias, plain.astype(bias_dtype).astype(work), xp.sqrt(squares))
+        info = ml_dtypes.finfo(bias_dtype)
+        allowed += float(info.eps) / 4 * _largest(xp, right) + float(info.smallest_subnormal)
+        results["dbias"] = right, allowed
     if softcap is not None:
         derivative = derivative + 2 * work_eps / (slack * eps)  # where tanh is nearly 1 it has few digits
     p_ds = derivative * p
     term = p_ds * (xp.abs(dp) + xp.abs(delta))
-    delta_error = xp.sqrt((do * do * o * o).sum(axis=-1, keepdims=True))  # o is rounded: one error for the whole row
     scale = work(scale)
     dq_floor = abs(scale) * (rss(term, k_) + delta_error * xp.abs(p_ds @ k_))
     dk_floor = abs(scale) * (rss(transposed(term), q_) + rss(transposed(p_ds * delta_error), q_))
@@ -439,7 +463,7 @@ def check(backend, q, k, v, dout=None, dlse=None, *, deterministic=False, **opti
             dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options
         )
         results |= named(gradients)
-        for gradient, x in zip(gradients, (q, k, v, options.get("sink"))):
+        for gradient, x in zip(gradients, (q, k, v, options.get("bias"), options.get("sink"))):
             assert gradient is x is None or gradient.dtype == x.dtype and isinstance(gradient, type(x))
     right = expectation(backend, q, k, v, dout, dlse, **options)
     for name, result in results.items():
@@ -447,16 +471,20 @@ def check(backend, q, k, v, dout=None, dlse=None, *, deterministic=False, **opti
     return results
 
 
-def expectation(backend, q, k, v, dout=None, dlse=None, *, alibi_slopes=None, sink=None, **options):
+def expectation(
+    backend, q, k, v, dout=None, dlse=None, *, bias=None, mask=None, alibi_slopes=None, sink=None, **options
+):
     """The yardstick for arrays of a backend, on the host."""
-    arrays, by_head = (q, k, v, dout, dlse), {"alibi_slopes": alibi_slopes, "sink": sink}
+    arrays, more = (q, k, v, dout, dlse), {"bias": bias, "alibi_slopes": alibi_slopes, "sink": sink}
     on_gpu = backend.name == "cuda" and math.prod(q.shape[:-1]) * k.shape[-3] > HOST_LOGITS
 
     def wide(x):
         return None if x is None else x.astype(np.float64) if on_gpu else backend.host(x)
 
     with np.errstate(all="ignore"):
-        options |= {name: wide(x) for name, x in by_head.items()}
+        options |= {name: wide(x) for name, x in more.items()}
+        options["mask"] = None if mask is None else wide(mask).astype(bool)
+        options["bias_dtype"] = None if bias is None else bias.dtype
         right = yardstick(backend.dtype, *map(wide, arrays), **options)
     return {name: (expected.get() if on_gpu else expected, allowed) for name, (expected, allowed) in right.items()}
 
