@@ -33,6 +33,18 @@ SINKS = {
 }
 
 
+SOME = np.random.default_rng(9)
+BIASES = {
+    "bias": {"bias": SOME.standard_normal((2, 4, 1, 1))},
+    "bias_of_heads_softcap": SOFTCAPS["softcap_causal"] | {"bias": SOME.standard_normal((4, 1, 1))},
+    "bias_alibi_sink": SINKS["sink_softcap_alibi"] | {"bias": np.asarray(0.7)},
+    "bias_dropout": {"bias": SOME.standard_normal((2, 1, 1, 1)), "dropout": 0.3, "seed": 5, "causal": True},
+    "mask": {"mask": np.array([True, True, False, True])[:, None, None]},
+    "mask_sink": SINKS["sink_causal"]
+    | {"mask": np.array([[True], [False]])[:, None, None], "bias": np.ones((4, 1, 1))},
+}
+
+
 def arrays(seqlen_q, seqlen_k, heads_q=4, heads_k=2, head_dim=3, head_dim_v=2, batch=(2,), seed=0):
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((*batch, seqlen_q, heads_q, head_dim)) + 0.5
@@ -44,7 +56,9 @@ def arrays(seqlen_q, seqlen_k, heads_q=4, heads_k=2, head_dim=3, head_dim_v=2, b
 
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(4, 4), (2, 5), (5, 2), (1, 1)])
-@pytest.mark.parametrize("options", (OPTIONS | SOFTCAPS | SINKS).values(), ids=OPTIONS | SOFTCAPS | SINKS)
+@pytest.mark.parametrize(
+    "options", (OPTIONS | SOFTCAPS | SINKS | BIASES).values(), ids=OPTIONS | SOFTCAPS | SINKS | BIASES
+)
 def test_gradients_are_finite_differences(options, seqlen_q, seqlen_k):
     q, k, v, dout, dlse = arrays(seqlen_q, seqlen_k)
 
@@ -54,8 +68,9 @@ def test_gradients_are_finite_differences(options, seqlen_q, seqlen_k):
 
     out, lse = reference.attention(q, k, v, return_lse=True, **options)
     gradients = tools.named(reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options))
-    assert ("dsink" in gradients) == ("sink" in options)
-    for (name, gradient), x in zip(gradients.items(), (q, k, v, options.get("sink"))):
+    given = {"q": q, "k": k, "v": v} | {name: options[name] for name in ("bias", "sink") if name in options}
+    assert [*gradients] == [f"d{name}" for name in given]
+    for (name, gradient), x in zip(gradients.items(), given.values()):
         differences = np.empty_like(x)
         for at in np.ndindex(x.shape):
             x[at] += 1e-6
@@ -151,7 +166,55 @@ def test_infinite_sinks(value, first_out, first_lse, dsink):
     np.testing.assert_allclose(lse, [[first_lse] * 3, [math.log(3)] * 3])
     gradients = reference.attention_backward(np.ones_like(out), q, k, v, out, lse, dlse=np.ones_like(lse), sink=sink)
     np.testing.assert_allclose(gradients.dsink, [dsink, 3 * (1 - 2) / 3])
-    assert all(np.isfinite(gradient).all() for gradient in gradients)
+    assert all(np.isfinite(gradient).all() for gradient in tools.named(gradients).values())
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 5), (1, 4, 3, 1), (2, 1, 1, 5), (4, 1, 5), (3, 1), (1, 5), (5,), (1,), ()])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "softcap": 1.5, "sink": np.array([0.5, -2.0, 3.0, 0.0])}])
+def test_gradient_of_bias(options, shape):
+    """Of each shape that broadcasts, by finite differences; and that of the copy in full, summed."""
+    q, k, v, dout, dlse = arrays(3, 5)
+    bias = np.asarray(np.random.default_rng(1).standard_normal(shape))
+
+    def loss(bias):
+        out, lse = reference.attention(q, k, v, return_lse=True, bias=bias, **options)
+        return (out * dout).sum() + (lse * dlse).sum()
+
+    def gradient(bias):
+        out, lse = reference.attention(q, k, v, return_lse=True, bias=bias, **options)
+        return reference.attention_backward(dout, q, k, v, out, lse, dlse=dlse, bias=bias, **options).dbias
+
+    got = gradient(bias)
+    assert got.shape == shape
+    for at in np.ndindex(shape):
+        step = np.zeros(shape)
+        step[at] = 1e-6
+        np.testing.assert_allclose(got[at], (loss(bias + step) - loss(bias - step)) / 2e-6, rtol=1e-6, atol=1e-7)
+    full = gradient(np.broadcast_to(bias, (2, 4, 3, 5)))
+    assert full.shape == (2, 4, 3, 5)
+    axes = tuple(i for i in range(4) if (1, 1, 1, 1, *shape)[len(shape) + i] == 1)
+    np.testing.assert_allclose(full.sum(axis=axes).ravel(), got.ravel(), rtol=1e-12, atol=1e-14)
+
+
+def test_known_biases():
+    """Not scaled, after softcap; -inf and a mask hide a key, and a row without keys is empty."""
+    q, k, v = np.ones((1, 1, 1)), np.array([5.0, 0]).reshape(2, 1, 1), np.eye(2)[:, None]
+    bias = np.array([-1.0, 0])
+    got, lse = reference.attention(q, k, v, scale=2, softcap=5, bias=bias, return_lse=True)
+    np.testing.assert_allclose(got.ravel(), [0.978546, 1 - 0.978546], atol=1e-6)
+    np.testing.assert_allclose(lse.ravel(), 3.820138 - math.log(0.978546), atol=1e-6)
+    mask = np.array([[True, False], [False, False], [False, True]])
+    for options in ({"mask": mask}, {"bias": np.where(mask, 0, -math.inf)}):
+        out, lse = reference.attention(np.ones((3, 1, 1)), k, v, scale=1, return_lse=True, **options)
+        np.testing.assert_array_equal(out[:, 0], [[1, 0], [0, 0], [0, 1]])
+        np.testing.assert_array_equal(lse.ravel(), [5, -math.inf, 0])
+        gradients = reference.attention_backward(
+            np.ones((3, 1, 2)), np.ones((3, 1, 1)), k, v, out, lse, scale=1, dlse=np.array([[1.0, 2, 3]]), **options
+        )
+        np.testing.assert_array_equal(gradients.dv[:, 0], [[1, 1], [1, 1]])
+        np.testing.assert_array_equal(gradients.dq.ravel(), [5, 0, 0])
+        if "bias" in options:
+            np.testing.assert_array_equal(gradients.dbias, [[1, 0], [0, 0], [0, 3]])
 
 
 def test_softcap_of_huge_logits():

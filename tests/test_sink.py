@@ -191,7 +191,7 @@ def test_rows_without_keys(backend, options):
     again = cupyflash.attention_backward(
         x.dout, *x.qkv, results["out"], results["lse"], dlse=x.dlse, **options, sink=sink
     )
-    assert all(np.isfinite(backend.host(gradient)).all() for gradient in again)
+    assert all(np.isfinite(backend.host(gradient)).all() for gradient in tools.named(again).values())
     assert backend.host(again.dsink)[0] == 0
 
 
@@ -235,7 +235,7 @@ def test_not_finite(backend, value):
         options = {"causal": True, "sink": backend.array([first, 0.5], backend.lse_dtype)}
         out, lse = cupyflash.attention(*x.qkv, return_lse=True, **options)
         gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, dlse=x.dlse, deterministic=True, **options)
-        results.append([backend.host(array) for array in (out, lse, *gradients)])
+        results.append([backend.host(array) for array in (out, lse, *tools.named(gradients).values())])
     for finite, array, axis in zip(*results, (2, 1, 2, 2, 2, 0)):
         np.testing.assert_array_equal(finite.take(1, axis), array.take(1, axis))
     out, lse, *gradients, dsink = (array.take(0, axis) for array, axis in zip(results[1], (2, 1, 2, 2, 2, 0)))
@@ -264,7 +264,7 @@ def test_gradients_along_a_direction():
 
     *qkv, sink = point
     gradients = cupyflash.attention_backward(x.dout, *qkv, *results(*point), dlse=x.dlse, sink=sink, **options)
-    for i, gradient in enumerate(gradients):
+    for i, gradient in enumerate(tools.named(gradients).values()):
         direction = [np.zeros_like(array) for array in point]
         direction[i] = np.random.default_rng(seed + i).standard_normal(gradient.shape)
         above, below = (loss(*(a + step * d for a, d in zip(point, direction))) for step in (1e-6, -1e-6))
@@ -278,11 +278,9 @@ def bits(backend, x, sink, at=slice(None), **options):
     """All results, of one batch or of all."""
     q, k, v, dout, dlse = (array[at] for array in (*x.qkv, x.dout, x.dlse))
     out, lse = cupyflash.attention(q, k, v, return_lse=True, sink=sink, **options)
-    return (
-        out,
-        lse,
-        *cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, sink=sink, deterministic=True, **options),
-    )
+    options |= {"sink": sink, "deterministic": True}
+    gradients = cupyflash.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **options)
+    return out, lse, *tools.named(gradients).values()
 
 
 def test_strides(backend1):
