@@ -235,6 +235,12 @@ def test_backward_dlse(no_backend):
         ("sink", 0.5, TypeError),
         ("sink", [0.5] * 4, TypeError),
         ("sink", True, TypeError),
+        ("bias", 0.5, TypeError),
+        ("bias", F32(0.5), TypeError),
+        ("bias", [[0.5]], TypeError),
+        ("mask", True, TypeError),
+        ("mask", np.True_, TypeError),
+        ("mask", "causal", TypeError),
         ("return_lse", 1, TypeError),
         ("return_lse", None, TypeError),
     ],
@@ -339,7 +345,54 @@ def test_dtype_of_sink(dtype, allowed):
         refused(TypeError, f"allowed: {allowed}", cupyflash.attention, *args, sink=np.ones(4, other))
 
 
-@pytest.mark.parametrize("name", ["alibi_slopes", "sink"])
+OF_LOGITS = "allowed: what broadcasts to (2, 4, 3, 5), ([batch,] heads_q, seqlen_q, seqlen_k)"
+
+
+@pytest.mark.parametrize("name, dtype", [("bias", F32), ("mask", bool)])
+@pytest.mark.parametrize(
+    "shape",
+    [(5, 3), (3, 4), (4,), (3,), (2, 5), (0,), (2, 3, 5), (2, 2, 3, 5), (4, 4, 3, 5), (2, 4, 3, 5, 1), (1,) * 5],
+    ids=str,
+)  # fmt: skip
+def test_shape_of_logits(no_backend, name, dtype, shape):
+    """As many heads as k has, the axes of another call, one more axis."""
+    words = [f"{name} has shape {shape}", OF_LOGITS]
+    refused(ValueError, words, cupyflash.attention, *arrays(), **{name: np.ones(shape, dtype)})
+    refused(ValueError, words, cupyflash.attention_backward, *backward_arguments(), **{name: np.ones(shape, dtype)})
+
+
+@pytest.mark.parametrize("name, dtype", [("bias", F32), ("mask", bool)])
+@pytest.mark.parametrize("shape", [(1, 4, 3, 5), (1, 1, 1, 1), (2, 3, 5)], ids=str)
+def test_shape_of_logits_without_batch(no_backend, name, dtype, shape):
+    words = [f"{name} has shape {shape}", "allowed: what broadcasts to (4, 3, 5), ([batch,] heads_q"]
+    one = [x[0] for x in arrays()]
+    refused(ValueError, words, cupyflash.attention, *one, **{name: np.ones(shape, dtype)})
+
+
+@pytest.mark.parametrize("dtype", ["float16", BF16, "float32", "float64"])
+def test_dtype_of_bias(dtype):
+    """Any, but float64 only beside float64."""
+    args, allowed = arrays(dtype=dtype), ["float16", "bfloat16", "float32", "float64"]
+    if dtype != "float64":
+        allowed.pop()
+    words = f"allowed: {', '.join(allowed)} for dtype {np.dtype(dtype).name}"
+    for given in ("float16", BF16, "float32", "float64", bool, int, "complex64", ">f4"):
+        if np.dtype(given) in [np.dtype(BF16 if name == "bfloat16" else name) for name in allowed]:
+            cupyflash.attention(*args, bias=np.ones((3, 5), given))
+        else:
+            words_ = [f"bias has dtype {np.dtype(given)}", words]
+            refused(TypeError, words_, cupyflash.attention, *args, bias=np.ones((3, 5), given))
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, int, F32, "float16", object, "S1"])
+def test_dtype_of_mask(no_backend, dtype):
+    """No numbers: 1 and 0 could be meant to be added."""
+    words = [f"mask has dtype {np.dtype(dtype)}", "allowed: bool, True where a query may see a key"]
+    refused(TypeError, words, cupyflash.attention, *arrays(), mask=np.ones((3, 5), dtype))
+    refused(TypeError, words, cupyflash.attention_backward, *backward_arguments(), mask=np.ones((3, 5), dtype))
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sink", "bias"])
 def test_strides_by_head_on_the_gpu(name):
     """Any, but of whole elements."""
     scattered = sys.modules["cupyflash.attention"]._scattered
@@ -364,6 +417,8 @@ def test_a_right_array_in_another_place():
     assert (out != with_sink).any() and (lse != sink_lse).any()
     assert cupyflash.attention_backward(*args, alibi_slopes=one).dsink is None
     assert cupyflash.attention_backward(*args, sink=one).dsink.shape == (4,)
+    gradients = cupyflash.attention_backward(*args, bias=one[:, None, None])
+    assert gradients.dsink is None and gradients.dbias.shape == (4, 1, 1)
 
 
 def test_deterministic_is_a_switch(no_backend):
@@ -487,6 +542,16 @@ def test_out_overlaps_what_a_head_has(name):
         refused(ValueError, f"memory with {name}", cupyflash.attention, q, k, v, out=out, **{name: given})
 
 
+@pytest.mark.parametrize("name, dtype", [("bias", F32), ("mask", bool)])
+def test_out_overlaps_what_is_broadcast(name, dtype):
+    q, k, v = arrays()
+    memory = np.zeros(q.size + 15, F32)
+    out, beside = memory[:-15].reshape(q.shape), memory[-15:].view(dtype)[:15].reshape(3, 5)
+    assert cupyflash.attention(q, k, v, out=out, **{name: beside}) is out
+    for given in (memory[:5].view(dtype)[:5], np.broadcast_to(memory[7:8].view(dtype)[:1], (2, 4, 3, 5))):
+        refused(ValueError, f"memory with {name}", cupyflash.attention, q, k, v, out=out, **{name: given})
+
+
 def test_out_may_lie_between_the_inputs():
     """One projection, four slices: no element is shared, although the ranges of addresses are."""
     fused = np.random.default_rng(0).normal(size=(2, 3, 4, 2, 8)).astype(F32)
@@ -549,9 +614,9 @@ def test_band(seqlen_q, seqlen_k):
 def test_equal_problems_are_equal():
     q, k, _ = arrays((1, 7, 1, 8), (1, 7, 1, 8))
 
-    def problem(causal=False, window=None, scale=None, softcap=None, slopes=None, sink=None):
+    def problem(causal=False, window=None, scale=None, softcap=None, slopes=None, sink=None, **more):
         options = checks.options(causal, window, scale, softcap)
-        return checks.forward(False, options, q=q, k=k, v=k, alibi_slopes=slopes, sink=sink)
+        return checks.forward(False, options, q=q, k=k, v=k, alibi_slopes=slopes, sink=sink, **more)
 
     assert problem() == problem(window=(None, None)) == problem(window=(6, 6)) == problem(scale=8**-0.5)
     assert problem(window=(2**31 - 1, 2**31 - 1)) == problem()
@@ -564,6 +629,8 @@ def test_equal_problems_are_equal():
     assert problem(slopes=one) == problem(slopes=two) != problem() and problem(slopes=one).alibi
     assert problem(sink=one) == problem(sink=two[0]) != problem() and problem(sink=one).sink
     assert problem(sink=one) != problem(slopes=one) != problem(slopes=one, sink=one)
+    assert problem(bias=one) == problem(bias=two[0]) != problem() and problem(bias=one).bias == "float32"
+    assert problem(bias=one) != problem(bias=one.astype(BF16)) and problem(mask=one > 0) != problem()
 
 
 @pytest.mark.parametrize("causal, diagonal", [(False, 4), (True, 4), ("upper_left", 0)])

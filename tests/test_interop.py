@@ -224,6 +224,38 @@ def test_sink_of_a_library(name, dtype):
     assert_same(map(to_numpy, theirs), (*args, sink))
 
 
+@pytest.mark.parametrize("name, dtype", CASES)
+@pytest.mark.parametrize("shape", [(2, 4, 5, 7), (4, 1, 7), (5, 1), ()], ids=str)
+def test_bias_and_mask_of_a_library(name, dtype, shape):
+    args = inputs(dtype)
+    bias, mask = np.asarray(normal(shape, seed=8)).astype(dtype), np.asarray(normal(shape, seed=9) > -0.7)
+    theirs = [from_numpy(name, x) for x in (*args, bias, mask)]
+    *arrays, their_bias, their_mask = theirs
+    got = results(*arrays, bias=their_bias, mask=their_mask, causal=True)
+    assert len(got) == 6 and all(type(x) is type(theirs[0]) for x in got)
+    assert_same(map(to_numpy, got), results(*args, bias=bias, mask=mask, causal=True))
+    assert_same(map(to_numpy, theirs), (*args, bias, mask))
+    without = [from_numpy(name, x) for x in (args[0], args[1], args[2][:, :0], args[3][:, :0])]
+    dbias = to_numpy(results(*without, bias=from_numpy(name, bias.reshape(-1)[:1]))[-1])
+    assert dbias.shape == (1,) and not dbias.any()
+
+
+def test_mask_of_torch():
+    """Expanded without memory; no numbers."""
+    torch = pytest.importorskip("torch")
+    args = inputs()
+    theirs = [from_numpy("torch", x) for x in args]
+    mask = torch.from_numpy(normal((2, 1, 1, 7)) > -0.5)
+    got = results(*theirs, mask=mask.expand(2, 4, 5, 7), bias=torch.ones(1).expand(5, 7))
+    assert_same(map(to_numpy, got), results(*args, mask=mask.numpy(), bias=np.ones((5, 7), np.float32)))
+    with pytest.raises(TypeError, match="mask has dtype torch.uint8; allowed: torch.bool"):
+        cupyflash.attention(*theirs[1:], mask=mask.to(torch.uint8))
+    with pytest.raises(TypeError, match="bias has dtype torch.bool; allowed: torch.float16, torch.bfloat16"):
+        cupyflash.attention(*theirs[1:], bias=mask)
+    with pytest.raises(ValueError, match="bias requires grad"):
+        cupyflash.attention(*theirs[1:], bias=torch.ones(7, requires_grad=True))
+
+
 @pytest.mark.parametrize("name", ["torch", "jax", "library"])
 def test_sink_without_keys(name):
     dout, q, k, v = inputs()
