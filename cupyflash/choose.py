@@ -32,6 +32,7 @@ from dataclasses import replace
 
 from .problem import Problem
 from .spec import (
+    BIAS_TYPES,
     BackwardSpec,
     ForwardSpec,
     HopperBackwardSpec,
@@ -246,10 +247,11 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     def make(tiling):
         _, _, warps, out_warps_q, *_ = tiling
         columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
-        return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *_change(problem))
+        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+        return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
     first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
-    if any(_change(problem)):
+    if any(_change(problem)) or problem.bias or problem.mask:
         first = FORWARD_CHANGED | FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
     spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)

@@ -29,6 +29,7 @@ from .structs import (
     STATISTIC_TILE,
     fill,
     fill_dropout,
+    fill_logits,
     fill_score,
     sizes,
     steps,
@@ -107,23 +108,20 @@ class Plan:
 
 
 def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None) -> None:
-    """Write ``out`` and, unless it is None, ``lse``.
-
-    The kernels know no ``bias`` and no ``mask`` yet: ``checks`` lets none pass.
-    """
+    """Write ``out`` and, unless it is None, ``lse``. ``bias`` and ``mask`` have the shape of the logits."""
     if problem.scale < 0:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
-        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed)
+        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed, bias, mask)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
-    rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink)])
+    rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink, bias, mask)])
     device = cupy.cuda.runtime.getDevice()
     key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, out.itemsize)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink))
-    plan.run(*pointers, seed)
+        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink, bias, mask))
+    plan.run(*pointers, seed, _pointer(bias), _pointer(mask))
 
 
 def backward(
@@ -149,7 +147,7 @@ def backward(
 ) -> None:
     """Write ``dq``, ``dk``, ``dv`` and, unless it is None, ``dsink``, which is contiguous.
 
-    As `forward`, without bias and mask.
+    The kernels know no ``bias`` and no ``mask`` yet: ``checks`` lets none pass.
     """
     arrays = (q, k, v, dout, out, dq, dk, dv)
     rows = (lse,) if dlse is None else (lse, dlse)
@@ -240,14 +238,16 @@ def _forward_sizes(problem: Problem, packed: int = 1):
     return sizes(problem, section)
 
 
-def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink) -> Plan:
+def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
-    plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink) if path == "sm90" else None
-    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink)
+    plan = None
+    if path == "sm90" and bias is mask is None:
+        plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink)
+    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
 
 
-def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink) -> Plan:
+def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
     float32_out = out.dtype == np.float32
     access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
     variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
@@ -259,6 +259,8 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slo
     fill_score(params, problem, slopes)
     fill(params, "sink", sink)
     fill_dropout(params, problem)
+    fill_logits(params, "bias", bias)
+    fill_logits(params, "mask", mask)
     return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+BIAS_TYPES = (None, "float16", "bfloat16", "float32")  # BiasType in kernels/core/logits.cuh
+
 
 def _literal(value: int | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -48,6 +50,8 @@ class ForwardSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
 
     @property
     def p_in_registers(self) -> bool:

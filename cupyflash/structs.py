@@ -18,10 +18,12 @@ SIZES = np.dtype([*((n, "i4") for n in _COUNTS.split()), ("scale", "f4"), ("scal
 _SCORE = [("slopes", "u8"), ("batch", "i8"), ("head", "i8")]
 SCORE = np.dtype([*_SCORE, *((n, "f4") for n in ("inside", "cap")), ("diagonal", "i4")], align=True)
 SINK = np.dtype([("data", "u8"), ("head", "i8")], align=True)
+LOGIT_ARRAY = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "row", "col"))], align=True)
 DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4")])
 FORWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY)]
-    + [("sizes", SIZES), ("score", SCORE), ("sink", SINK), ("dropout", DROPOUT)],
+    + [("sizes", SIZES), ("score", SCORE), ("sink", SINK), ("dropout", DROPOUT)]
+    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY)],
     align=True,
 )
 BACKWARD_PARAMS = np.dtype(
@@ -62,7 +64,8 @@ HOPPER_BACKWARD_PARAMS = np.dtype(
         "itemsize": _maps + 576,
     }
 )
-FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout")  # and the seed, in the place of one
+# And the seed, in the place of one.
+FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "bias", "mask")
 BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"),)
 HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map")
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
@@ -82,6 +85,12 @@ def fill(params: np.ndarray, name: str, x) -> None:
         record = params[0][name]
         for field, step in zip(record.dtype.names[1:], steps(x)):
             record[field] = step
+
+
+def fill_logits(params: np.ndarray, name: str, x) -> None:
+    """Write the strides of ``x``, unless it is None, that has been broadcast to the shape of the logits."""
+    if x is not None:
+        params[0][name] = (0, *(stride // x.itemsize if n > 1 else 0 for stride, n in zip(x.strides, x.shape)))
 
 
 def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:

@@ -10,7 +10,7 @@ from test_sink import sinks
 from tools import check, inputs
 
 import cupyflash
-from cupyflash import checks
+from cupyflash import checks, reference
 
 # Of two batches, four query heads, 70 queries and 130 keys.
 SHAPES = [
@@ -157,6 +157,16 @@ def test_sums_over_much():
     x = case(backend, 700, 700, head_dim=8)
     for shape in ((), (1, 4, 1, 1), (700,)):
         check(backend, *x.qkv, x.dout, x.dlse, bias=biases(backend, shape), sink=sinks(backend, 4))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_are_rounded_once(dtype):
+    """Of positive terms, so that a sum in 16 bits would lose more and more of them."""
+    backend = tools.Backend("numpy", "float32")
+    x = case(backend, 5000, 32, head_dim=8)
+    x.dlse[...], x.dout[...] = 1, 0
+    bias = biases(backend, (1,), dtype=tools.DTYPES[dtype])
+    check(backend, *x.qkv, x.dout, x.dlse, bias=bias, sink=backend.array(np.full(4, 4.0)))
 
 
 # ---------------------------------------------------------------------------------------------- how they are given
@@ -317,6 +327,12 @@ def test_not_finite(backend, value):
     got = bits(backend, x, mask=bias == 0, bias=bias)
     assert np.isfinite(got.pop("dbias")).all()
     assert_same_bits(got, expected)
+    banded = {"causal": True, "window": (3, None)}
+    expected = bits(backend, x, bias=np.zeros_like(bias), **banded)
+    seen = reference.visible(np, 70, 130, **banded)
+    assert_same_bits(
+        bits(backend, x, bias=np.where(seen, np.float32(0), np.float32(value)), **banded), expected, ["dbias"]
+    )
 
 
 # ---------------------------------------------------------------------------------------------- gradients, memory, GPU

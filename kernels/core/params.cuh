@@ -57,6 +57,11 @@ struct Sink {  // of each query head: a logit without a key, in the sums of all 
   __device__ __forceinline__ float of(int h) const { return data == nullptr ? -kInfinity : data[h * head]; }
 };
 
+struct LogitArray {  // (batch, heads_q, seqlen_q, seqlen_k), of any strides: 0 where it was broadcast; core/logits.cuh
+  const void* data;
+  int64 batch, head, row, col;
+};
+
 struct Dropout {  // core/dropout.cuh
   uint64 seed;
   uint32 threshold;  // a weight whose random number is less is dropped
@@ -78,6 +83,7 @@ struct ForwardParams {
   Score score;
   Sink sink;
   Dropout dropout;
+  LogitArray bias, mask;
 };
 
 struct BackwardParams {

@@ -1,5 +1,5 @@
 // What happens to a score between the product and the mask: softcap, cap * tanh(scale * x / cap), then ALiBi (arXiv
-// 2108.12409), minus slope * distance from the diagonal. What comes out is in base 2: the exponent of exp2.
+// 2108.12409), minus slope * distance from the diagonal, and a bias, which the kernel reads. What comes out is in base 2: the exponent of exp2.
 #pragma once
 
 #include "core/fragment.cuh"
@@ -37,9 +37,9 @@ struct Weights {  // rounded: P, and P times the derivative of softcap
   uint32 prob[kCols / 16][4], changed[kCols / 16][4];
 };
 
-template <bool kSoftcap, bool kAlibi>
+template <bool kSoftcap, bool kAlibi, bool kBias = false>
 struct ScoreChange {
-  static constexpr bool kAny = kSoftcap || kAlibi;
+  static constexpr bool kAny = kSoftcap || kAlibi || kBias;
   const Score& score;
   const Sizes& sizes;
 
@@ -63,15 +63,17 @@ struct ScoreChange {
     return slant;
   }
 
-  // Scores -> exponents, kPart * 8 columns at a time.
+  // Scores -> exponents, kPart * 8 columns at a time. `base(j, i)`: the bias of x[j][i].
+  template <int kPart = 2, int kCols, class Base>
+  __device__ __forceinline__ void apply(Accumulator<kCols>& x, const Slant& slant, Base base) const {
+    each<kPart>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&)[4]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.x[j][i] = exponent[i];
+    });
+  }
   template <int kPart = 2, int kCols>
   __device__ __forceinline__ void apply(Accumulator<kCols>& x, const Slant& slant) const {
-    each<kPart>(
-        x, slant, [](int, int) { return 0.f; },
-        [&](int j, const float (&exponent)[4], const float (&)[4]) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) x.x[j][i] = exponent[i];
-        });
+    apply<kPart>(x, slant, [](int, int) { return 0.f; });
   }
 
   // For the backward: scores -> P. With softcap, P only becomes an operand, for dv, and what takes the place of the

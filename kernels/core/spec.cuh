@@ -14,6 +14,8 @@ struct ForwardSpec {
   bool float32_out;
   int access;  // bytes of one global load or store: 16, 8, 4 or 2
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
 
   __device__ constexpr int rows_per_warp() const { return block_q / warps; }
   // P stays in registers where the warp that made it is the one that needs it.

@@ -5,6 +5,7 @@
 
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
+#include "core/logits.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Matrix v = head_of(p.v, work.batch, work.head / s.group, s.seqlen_k, s.head_dim_v);
 
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias>;
   const Change change = {p.score, s};
   const float slope = change.slope(work.batch, work.head);
   const Dropping dropping = {p.dropout, work.batch, work.head};
@@ -139,18 +140,31 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     const int first_key = tile * kSpec.block_k;
     if constexpr (Change::kAny)
 #pragma unroll
-      for (int t = 0; t < kRowTiles; ++t)
-        change.apply(scores[t], change.slant(
-                                    first_key,
-                                    [&](int half) {
-                                      return first_row + warp_row + 16 * t + scores[t].row(half) + p.score.diagonal;
-                                    },
-                                    [&](int) { return slope; }));
+      for (int t = 0; t < kRowTiles; ++t) {
+        const int tile_row = first_row + warp_row + 16 * t;
+        const Slant slant = change.slant(
+            first_key, [&](int half) { return tile_row + scores[t].row(half) + p.score.diagonal; },
+            [&](int) { return slope; });
+        if constexpr (kSpec.bias != kNoBias) {
+          using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
+          const Items bias = Items::of(p.bias, work.batch, work.head, tile_row, first_key, s);
+          change.apply(scores[t], slant, [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
+        } else {
+          change.apply(scores[t], slant);
+        }
+      }
     if (first_key < seen_by_all.first || first_key + kSpec.block_k - 1 > seen_by_all.last) {
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t)
         scores[t].hide(first_row + warp_row + 16 * t, first_key, -kInfinity, [&](int row) { return band.keys(row); });
     }
+    if constexpr (kSpec.mask)
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) {
+        const int tile_row = first_row + warp_row + 16 * t;
+        hide_masked(scores[t],
+                    LogitItems<unsigned char>::of(p.mask, work.batch, work.head, tile_row, first_key, s));
+      }
 
     if constexpr (kPInRegisters) {
       if constexpr (kSpec.stages == 1) {
