@@ -28,7 +28,7 @@ struct LogitItems {
     return items;
   }
   __device__ __forceinline__ Item operator()(int j, int i) const {
-    return row[i / 2][min(opaque(first) + 8 * j + i % 2, last) * step];
+    return row[i / 2][min(first + 8 * j + i % 2, last) * step];
   }
 };
 
@@ -60,9 +60,11 @@ __device__ __forceinline__ float bias_log2(typename BiasItem<kBias>::Type item) 
 template <int kCols>
 __device__ __forceinline__ void hide_masked(Accumulator<kCols>& x, const LogitItems<unsigned char>& shown) {
 #pragma unroll
-  for (int j = 0; j < kCols / 8; ++j)
+  for (int j = 0; j < kCols / 8; ++j) {
+    if (j % 2 == 0) __syncwarp();  // or all loads go ahead, into registers that are not there
 #pragma unroll
     for (int i = 0; i < 4; ++i) x.x[j][i] = shown(j, i) ? x.x[j][i] : -kInfinity;
+  }
 }
 
 }  // namespace cupyflash

@@ -113,6 +113,7 @@ struct ScoreChange {
 #pragma unroll
     for (int first = 0; first < kCols / 8; first += kPart) {
       bool far = false;
+      if constexpr (kBias) __syncwarp();  // or all loads go ahead of all parts, into registers that are not there
       if constexpr (kSoftcap) {
         float largest = 0.f;
 #pragma unroll
