@@ -71,6 +71,16 @@ FORWARD_DROPPED = {
     128: ((64, 64, 4, 4, 2, 2, False), (64, 64, 4, 4, 1, 2, False)),
 }
 
+# The same for a bias and a mask, whose addresses take registers: not timed. With 64 keys 96 and 128 spill for both in
+# float16, with 32 keys 256.
+FORWARD_LOGITS = {
+    64: ((64, 64, 4, 4, 2, 2, True),),
+    96: ((64, 32, 4, 4, 2, 2, False),),
+    128: ((64, 32, 4, 4, 2, 2, False),),
+    192: ((64, 32, 4, 4, 1, 2, False),),
+    256: ((64, 16, 4, 4, 1, 2, False),),
+}
+
 # Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
 # SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, timed by
 # events among kernels that draw as much power (benchmarks/side_by_side.json has less), bfloat16, lengths 1024 / 4096,
@@ -251,7 +261,9 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
         return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
     first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
-    if any(_change(problem)) or problem.bias or problem.mask:
+    if problem.bias or problem.mask:
+        first = FORWARD_LOGITS
+    elif any(_change(problem)):
         first = FORWARD_CHANGED | FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
     spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)

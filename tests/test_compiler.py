@@ -212,6 +212,7 @@ NESTED = {
     structs.SCORE: "cupyflash::Score",
     structs.SINK: "cupyflash::Sink",
     structs.DROPOUT: "cupyflash::Dropout",
+    structs.LOGIT_ARRAY: "cupyflash::LogitArray",
 }
 
 
@@ -225,6 +226,7 @@ def test_struct_twins():
         "Score": structs.SCORE,
         "Sink": structs.SINK,
         "Dropout": structs.DROPOUT,
+        "LogitArray": structs.LOGIT_ARRAY,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
@@ -463,6 +465,23 @@ def test_a_changed_score_fits_on_hopper(change):
         spec = dataclasses.replace(variant.spec, **change)
         report = compiler.compile_offline(dataclasses.replace(variant, spec=spec), "sm_90")
         assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", choose.FORWARD)
+def test_bias_and_mask_fit(head_dim):
+    """The portable forward, which reads them element by element."""
+    for more in (
+        {"bias": "float16", "mask": True},
+        {"bias": "bfloat16", "mask": True, "alibi": True},
+        {"bias": "float32", "mask": True, "softcap": 2.0, "alibi": True, "dropout": 0.5},
+        {"mask": True},
+    ):
+        problem = Problem("float16", 1, 1, 1, 1, 1, head_dim, head_dim, 1.0, **more)
+        for access in (16, 2):
+            variant = choose.forward(problem, access, False, choose.SHARED_LIMIT[80], 80)
+            assert (variant.spec.bias, variant.spec.mask) == (spec.BIAS_TYPES.index(more.get("bias")), True)
+            assert compiler.compile_offline(variant, "sm_80").spill_bytes == 0, variant.expression
 
 
 @needs_nvrtc

@@ -1,5 +1,5 @@
-// Arrays that hold something for each pair of a query and a key, a bias or a mask, as a lane's elements of a fragment of
-// scores need it: read from global memory, element by element, where they are used.
+// Arrays that hold something for each pair of a query and a key, a bias or a mask, as a lane's elements of a fragment
+// of scores need it: read from global memory, element by element, where they are used.
 #pragma once
 
 #include "any/ptx.cuh"
@@ -61,7 +61,7 @@ template <int kCols>
 __device__ __forceinline__ void hide_masked(Accumulator<kCols>& x, const LogitItems<unsigned char>& shown) {
 #pragma unroll
   for (int j = 0; j < kCols / 8; ++j) {
-    if (j % 2 == 0) __syncwarp();  // or all loads go ahead, into registers that are not there
+    __syncwarp();  // or all loads go ahead, into registers that are not there
 #pragma unroll
     for (int i = 0; i < 4; ++i) x.x[j][i] = shown(j, i) ? x.x[j][i] : -kInfinity;
   }

@@ -1,5 +1,6 @@
 // What happens to a score between the product and the mask: softcap, cap * tanh(scale * x / cap), then ALiBi (arXiv
-// 2108.12409), minus slope * distance from the diagonal, and a bias, which the kernel reads. What comes out is in base 2: the exponent of exp2.
+// 2108.12409), minus slope * distance from the diagonal, and a bias, which the kernel reads. What comes out is in base
+// 2: the exponent of exp2.
 #pragma once
 
 #include "core/fragment.cuh"

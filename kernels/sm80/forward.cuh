@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         if constexpr (kSpec.bias != kNoBias) {
           using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
           const Items bias = Items::of(p.bias, work.batch, work.head, tile_row, first_key, s);
-          change.apply(scores[t], slant, [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
+          change.template apply<1>(scores[t], slant, [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
         } else {
           change.apply(scores[t], slant);
         }
@@ -162,8 +162,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
         const int tile_row = first_row + warp_row + 16 * t;
-        hide_masked(scores[t],
-                    LogitItems<unsigned char>::of(p.mask, work.batch, work.head, tile_row, first_key, s));
+        hide_masked(scores[t], LogitItems<unsigned char>::of(p.mask, work.batch, work.head, tile_row, first_key, s));
       }
 
     if constexpr (kPInRegisters) {
