@@ -146,6 +146,8 @@ BACKWARD_SPARE = {
     128: ((64, 64, 8, 4, 2, 2, 1, 1),),
     256: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
+# And what spills with these: a bias and a mask.
+BACKWARD_LOGITS = {64: ((32, 64, 4, 4, 4, 2, 2, 2),)}
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:
@@ -307,13 +309,15 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     def make(tiling):
         _, _, warps, _, grad_warps_k, dq_warps_q, *_ = tiling
         columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)  # every warp gets a whole number of mma columns
-        return BackwardSpec(
-            round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *_change(problem)
-        )
+        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+        return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
-    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)))
+    reads = problem.bias is not None or problem.mask
+    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads)
     spare = problem.dropout or access < 16 and any(_change(problem))
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
+    if reads:
+        first = BACKWARD_SPARE | BACKWARD_LOGITS
     spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 

@@ -147,17 +147,17 @@ def backward(
 ) -> None:
     """Write ``dq``, ``dk``, ``dv`` and, unless it is None, ``dsink``, which is contiguous.
 
-    The kernels know no ``bias`` and no ``mask`` yet: ``checks`` lets none pass.
+    No kernel computes ``dbias`` yet: ``checks`` lets no bias pass.
     """
     arrays = (q, k, v, dout, out, dq, dk, dv)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
-    by_head = tuple([None if x is None else x.strides for x in (slopes, sink)])
-    key = (problem, device, layouts, by_head, out.itemsize, deterministic)
+    more = tuple([None if x is None else x.strides for x in (slopes, sink, bias, mask)])
+    key = (problem, device, layouts, more, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, slopes, sink, deterministic))
+        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic))
     statistics, sum_size, turns = plan.workspace
     delta = cupy.empty(statistics, np.float32)
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
@@ -174,6 +174,8 @@ def backward(
         _pointer(sink),
         _pointer(dsink),
         seed,
+        _pointer(bias),
+        _pointer(mask),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
     )
 
@@ -307,20 +309,20 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
     return (heads, tiles, runs, all_runs, paired), all_runs
 
 
-def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, deterministic: bool) -> Plan:
+def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90" and not choose.drops_elsewhere(problem):
+    if path == "sm90" and bias is mask is None and not choose.drops_elsewhere(problem):
         if choose.split(problem):
             plan = _plan_split_backward(device, problem, arrays, lse, dlse, slopes, sink)
         else:
             plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, slopes, sink, deterministic)
-    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, sink, deterministic)
+    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic)
 
 
 def _plan_portable_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, deterministic: bool
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool
 ) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
@@ -329,6 +331,8 @@ def _plan_portable_backward(
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
     params = np.zeros(1, BACKWARD_PARAMS)
     _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
+    fill_logits(params, "bias", bias)
+    fill_logits(params, "mask", mask)
     params["sizes"] = sizes(problem, _backward_section(problem))
     before = choose.before_backward(main, out.dtype == np.float32, access)
     launches = (

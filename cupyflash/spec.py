@@ -120,6 +120,8 @@ class BackwardSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
 
     @property
     def p_in_registers(self) -> bool:

@@ -37,6 +37,8 @@ BACKWARD_PARAMS = np.dtype(
         ("sink", SINK),
         ("dsink", "u8"),
         ("dropout", DROPOUT),
+        ("bias", LOGIT_ARRAY),
+        ("mask", LOGIT_ARRAY),
     ],
     align=True,
 )

@@ -470,7 +470,7 @@ def test_a_changed_score_fits_on_hopper(change):
 @needs_nvrtc
 @pytest.mark.parametrize("head_dim", choose.FORWARD)
 def test_bias_and_mask_fit(head_dim):
-    """The portable forward, which reads them element by element."""
+    """The portable kernels, which read them element by element."""
     for more in (
         {"bias": "float16", "mask": True},
         {"bias": "bfloat16", "mask": True, "alibi": True},
@@ -480,6 +480,10 @@ def test_bias_and_mask_fit(head_dim):
         problem = Problem("float16", 1, 1, 1, 1, 1, head_dim, head_dim, 1.0, **more)
         for access in (16, 2):
             variant = choose.forward(problem, access, False, choose.SHARED_LIMIT[80], 80)
+            assert (variant.spec.bias, variant.spec.mask) == (spec.BIAS_TYPES.index(more.get("bias")), True)
+            assert compiler.compile_offline(variant, "sm_80").spill_bytes == 0, variant.expression
+        for access, deterministic in ((16, False), (16, True), (2, False)):
+            variant = choose.backward(problem, access, deterministic, choose.SHARED_LIMIT[80], 80)
             assert (variant.spec.bias, variant.spec.mask) == (spec.BIAS_TYPES.index(more.get("bias")), True)
             assert compiler.compile_offline(variant, "sm_80").spill_bytes == 0, variant.expression
 

@@ -27,6 +27,16 @@ struct LogitItems {
       items.row[half] = of_head + min(query + Accumulator<8>::row(half), s.seqlen_q - 1) * array.row;
     return items;
   }
+  // The same of a transposed fragment, that begins at (key, query).
+  __device__ __forceinline__ static LogitItems of_transposed(const LogitArray& array, int batch, int head, int key,
+                                                             int query, const Sizes& s) {
+    LogitItems items = {{}, array.row, query + Accumulator<8>::col(), s.seqlen_q - 1};
+    const Item* of_head = static_cast<const Item*>(array.data) + batch * array.batch + head * array.head;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      items.row[half] = of_head + min(key + Accumulator<8>::row(half), s.seqlen_k - 1) * array.col;
+    return items;
+  }
   __device__ __forceinline__ Item operator()(int j, int i) const {
     return row[i / 2][min(first + 8 * j + i % 2, last) * step];
   }

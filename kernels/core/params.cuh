@@ -99,6 +99,7 @@ struct BackwardParams {
   Sink sink;
   float* dsink;  // (heads_q)
   Dropout dropout;
+  LogitArray bias, mask;
 };
 
 struct Matrix {  // one head of an array in global memory; stride in bytes

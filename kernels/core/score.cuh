@@ -105,6 +105,21 @@ struct ScoreChange {
       if constexpr (kSoftcap) clear(rounded.prob, j, i), clear(rounded.changed, j, i);
     });
   }
+  // And what a mask does not show.
+  template <int kCols, class Shown>
+  __device__ __forceinline__ void hide_masked(Accumulator<kCols>& x, Weights<kCols>& rounded,
+                                              const Shown& shown) const {
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j) {
+      __syncwarp();  // as in `each`
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!shown(j, i)) {
+          x.x[j][i] = 0.f;
+          if constexpr (kSoftcap) clear(rounded.prob, j, i), clear(rounded.changed, j, i);
+        }
+    }
+  }
 
  private:
   // `use(j, exponent, derivative)` of the columns 8 * j, 8 * j + 1 in both rows. Part by part: with all scores on their

@@ -54,6 +54,8 @@ struct BackwardSpec {
   bool deterministic;
   int access;
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
 
   // P and dS stay in registers where the warp that made them is the one that needs them.
   __device__ constexpr bool p_in_registers() const { return score_warps_k == warps && grad_warps_k == warps; }

@@ -8,6 +8,7 @@
 
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
+#include "core/logits.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Work work = find_work(index, k_tiles, s.batch, heads_k, s.section, false);
 
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias || kSpec.mask>;
   const Change change = {p.score, s};
   const int first_key = work.tile * kBlockK;
   const Range keys = {first_key, min(first_key + kBlockK, s.seqlen_k) - 1};
@@ -156,11 +157,26 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         const Slant slant = change.slant(
             first_query + score_col, [&](int half) { return first_row + prob[t].row(half) - p.score.diagonal; },
             [&](int) { return slope; });
-        change.template weigh<T, false>(prob[t], weights[t], slant, [&](int j, int i) {
+        const auto minus_lse = [&](int j, int i) {
           const float2 lse = statistics(stage).lse_of(score_col + 8 * j + prob[t].col());
           return i % 2 ? -lse.y : -lse.x;
-        });
+        };
+        if constexpr (kSpec.bias != kNoBias) {
+          using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
+          const Items bias = Items::of_transposed(p.bias, work.batch, head, first_row, first_query + score_col, s);
+          change.template weigh<T, false, 1>(prob[t], weights[t], slant, [&](int j, int i) {
+            return minus_lse(j, i) + bias_log2<kSpec.bias>(bias(j, i));
+          });
+        } else {
+          change.template weigh<T, false>(prob[t], weights[t], slant, minus_lse);
+        }
         if (masked) change.hide(prob[t], weights[t], first_row, first_query + score_col, visible);
+        if constexpr (kSpec.mask) {
+          using Items = LogitItems<unsigned char>;
+          const int first_col = first_query + score_col;
+          change.hide_masked(prob[t], weights[t],
+                             Items::of_transposed(p.mask, work.batch, head, first_row, first_col, s));
+        }
         if constexpr (kSpec.dropout && kSpec.softcap) {
           dropping.mark<Rows::kKeys>(prob[t], first_row, first_query + score_col);
           dropping.drop_marked(prob[t], weights[t].prob);
