@@ -147,7 +147,11 @@ BACKWARD_SPARE = {
     256: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
 # And what spills with these: a bias and a mask.
-BACKWARD_LOGITS = {64: ((32, 64, 4, 4, 4, 2, 2, 2),)}
+BACKWARD_LOGITS = {
+    64: ((32, 64, 4, 4, 4, 2, 2, 2),),
+    96: ((64, 64, 8, 4, 2, 2, 1, 1),),
+    192: ((32, 64, 8, 4, 2, 2, 2, 1),),
+}
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-BIAS_TYPES = (None, "float16", "bfloat16", "float32")  # BiasType in kernels/core/logits.cuh
+BIAS_TYPES = (None, "float16", "bfloat16", "float32")  # BiasType in kernels/any/logits.cuh
 
 
 def _literal(value: int | bool) -> str:

@@ -57,7 +57,7 @@ struct Sink {  // of each query head: a logit without a key, in the sums of all 
   __device__ __forceinline__ float of(int h) const { return data == nullptr ? -kInfinity : data[h * head]; }
 };
 
-struct LogitArray {  // (batch, heads_q, seqlen_q, seqlen_k), of any strides: 0 where it was broadcast; core/logits.cuh
+struct LogitArray {  // (batch, heads_q, seqlen_q, seqlen_k), of any strides: 0 where it was broadcast; any/logits.cuh
   const void* data;
   int64 batch, head, row, col;
 };

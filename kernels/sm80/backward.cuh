@@ -8,7 +8,7 @@
 
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "core/logits.cuh"
+#include "any/logits.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"

@@ -5,7 +5,7 @@
 
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "core/logits.cuh"
+#include "any/logits.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
