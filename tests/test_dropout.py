@@ -521,6 +521,13 @@ def test_sizes_of_a_mask(sizes, error, words):
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("xp", [None, "numpy", math, np.zeros(1)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_modules_without_masks(xp, dropout):
+    with pytest.raises(TypeError, match=r"xp is .*; allowed: the modules numpy and cupy"):
+        cupyflash.dropout_mask(1, 1, 1, 1, dropout=dropout, seed=0, xp=xp)
+
+
 # ---------------------------------------------------------------------------------------------- kernels
 
 
