@@ -10,6 +10,7 @@ import pytest
 import tools
 from test_choose import fits, is_valid
 from test_compiler import LOCAL, instructions, needs_nvrtc
+from test_score import MASKS
 from tools import check, inputs
 
 import cupyflash
@@ -18,13 +19,6 @@ from cupyflash.dropout import kept, philox
 from cupyflash.problem import Problem
 
 LENGTHS = (1, 15, 17, 64, 130, 300)
-MASKS = {
-    "full": {},
-    "causal": {"causal": True},
-    "upper_left": {"causal": "upper_left"},
-    "window 5 3": {"window": (5, 3)},
-    "causal window 33": {"causal": True, "window": (33, None)},
-}
 HEAD_DIMS = [(40, 40), (64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (64, 40), (16, 256)]
 SEED = 0x9E3779B97F4A7C15  # beyond 63 bits
 
