@@ -63,8 +63,8 @@ def attention(
     alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
         ALiBi [4]_: a logit loses ``slope`` times the distance of its key from the diagonal, that of
         ``window``: ``slope * abs(i + seqlen_k - seqlen_q - j)``, or ``slope * abs(i - j)`` with
-        ``causal="upper_left"``. Of the dtype of ``lse``; slopes may be 0 or negative. Only (heads_q,) where
-        ``batch`` is left out.
+        ``causal="upper_left"``. Of the dtype of ``lse`` and finite; slopes may be 0 or negative. Only (heads_q,)
+        where ``batch`` is left out.
     sink : array, shape (heads_q,), optional
         Attention sink [5]_: one more logit in every row of a head, of no key and of no value, so that the
         weights of the keys add up to less than 1. It is as given: no scale, ``softcap``, ALiBi or mask
@@ -277,10 +277,9 @@ def attention_backward(
     * ``dsink = sum(exp(sink - lse) * (dlse - sum(dout * out, axis=-1)))``
 
     where ``dk`` and ``dv`` are summed over the query heads that share a key head, in float32, and ``dsink`` over
-    the queries of all batches. With options,
-    ``p = exp(logits - lse)`` of the logits of `attention`, and ``softcap`` multiplies ``ds`` by the derivative
-    ``1 - tanh(scale * q @ k.T / softcap)**2``. ``dropout`` acts on ``p`` in ``dv`` and on ``dout @ v.T``:
-    elements become 0 or are divided by ``1 - dropout``.
+    the queries of all batches. With options, ``p = exp(logits - lse)`` of the logits of `attention`, and
+    ``softcap`` multiplies ``ds`` by the derivative ``1 - tanh(scale * q @ k.T / softcap)**2``. ``dropout`` acts on
+    ``p`` in ``dv`` and on ``dout @ v.T``: elements become 0 or are divided by ``1 - dropout``.
 
     Parameters
     ----------
