@@ -632,6 +632,16 @@ def test_a_graph_keeps_what_it_needs(gpu, capturing):
 
 
 @both_paths
+def test_equal_strides_of_unequal_elements(gpu):
+    """Those of out in float32, and in 16 bits where a row is every second element of two."""
+    for float32_out in (False, True) * 2:
+        out = array if float32_out else lambda shape, dtype: array((*shape[:3], 2), dtype)[..., ::2]
+        forward(gpu, Shape(64, 1), {}, float32_out, out=out)
+        backward(gpu, Shape(64, 1), {}, float32_out=float32_out, out=out)
+    assert len(launch._plans) == 4
+
+
+@both_paths
 def test_plans_are_limited(gpu, monkeypatch):
     monkeypatch.setattr(launch, "MAX_PLANS", 2)
     for head_dim in (64, 96, 128, 64):
