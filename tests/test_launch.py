@@ -85,6 +85,7 @@ class Gpu:
     built: list = field(default_factory=list)  # variants that plans asked for
     capturing: bool = False
     refuses: bool = False  # to make maps
+    interrupt: object = None  # what happens after the next launch
 
     def cupy(self):
         """The names of the module `cupy` that a call uses."""
@@ -141,6 +142,9 @@ class Gpu:
         address = ctypes.c_uint64.from_address(arguments).value
         params = np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0]
         self.launched.append(Launched(variant, blocks, threads, shared_bytes, cooperative, params))
+        if self.interrupt:
+            interrupt, self.interrupt = self.interrupt, None
+            interrupt()
 
     def cuTensorMapEncodeTiled(self, target, kind, rank, address, sizes, strides, box, steps, *rest):  # noqa: N802
         if self.refuses or address.value % 16 or any(s % 16 or not 0 < s < 1 << 40 for s in strides):
@@ -502,7 +506,7 @@ SHAPES += [
     Shape(64, 64, 3, 5, 1300, 8, 2),  # packed rows
     Shape(96, 96, 1, 5, 100, 3, 1, "float16"),
     Shape(128, 128, 1, 200, 600, 2, 2, "float16"),  # not split
-    Shape(64, 64, 2, 500, 400, 20, 20),  # more tiles than multiprocessors
+    Shape(64, 64, 2, 500, 600, 20, 20),  # more tiles than multiprocessors, which are not whole heads
     Shape(64, 64, 1, 1, 1, 1, 1),
 ]
 
@@ -639,6 +643,21 @@ def test_equal_strides_of_unequal_elements(gpu):
         forward(gpu, Shape(64, 1), {}, float32_out, out=out)
         backward(gpu, Shape(64, 1), {}, float32_out=float32_out, out=out)
     assert len(launch._plans) == 4
+
+
+@both_paths
+def test_a_call_between_the_kernels_of_another(gpu):
+    """Of another thread, with the same plan: each has a struct of its own."""
+
+    def same_call():
+        launched, gpu.launched = gpu.launched, []
+        backward(gpu, Shape(), OPTIONS["sink"])
+        gpu.launched = launched
+
+    for _ in range(2):
+        gpu.interrupt = same_call
+        backward(gpu, Shape(), OPTIONS["sink"])
+    assert len(launch._plans) == 1
 
 
 @both_paths
