@@ -506,7 +506,7 @@ SHAPES += [
     Shape(64, 64, 3, 5, 1300, 8, 2),  # packed rows
     Shape(96, 96, 1, 5, 100, 3, 1, "float16"),
     Shape(128, 128, 1, 200, 600, 2, 2, "float16"),  # not split
-    Shape(64, 64, 2, 500, 600, 20, 20),  # more tiles than multiprocessors, which are not whole heads
+    Shape(16, 16, 2, 500, 600, 28, 14),  # more tiles than multiprocessors, which are not whole heads
     Shape(64, 64, 1, 1, 1, 1, 1),
 ]
 
