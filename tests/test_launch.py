@@ -583,6 +583,15 @@ def test_layouts_of_what_a_head_has(gpu, name, layout):
 
 
 @both_paths
+@pytest.mark.parametrize("options", [{}, OPTIONS["dropout"]], ids=["none", "dropout"])
+def test_narrow_results_of_padded_rows(gpu, options):
+    """The copy engine reads them; what is written has rows of its own, which allow no wide stores."""
+    rows = dict.fromkeys(("q", "k", "v", "dout"), partial(array, pad=3))
+    forward(gpu, Shape(37, 37), options, **rows)
+    backward(gpu, Shape(37, 37), options, **rows)
+
+
+@both_paths
 def test_slopes_without_a_batch(gpu):
     for make in (array, lambda shape, dtype: array(shape[1:], dtype)) * 2:
         forward(gpu, Shape(), OPTIONS["alibi"], alibi_slopes=make)
