@@ -18,6 +18,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
+
+from cupyflash.roofline_report import count, rate
+
 HERE = Path(__file__).resolve().parent
 WORSE = ("+", "!")  # asv's marks: slower; fails now
 
@@ -88,8 +92,8 @@ def main(arguments=None):
     parser.add_argument("old", help="a commit, branch or tag")
     parser.add_argument("new", nargs="?", default="HEAD")
     parser.add_argument("--bench", action="append", default=[], metavar="REGEX", help="only these; may be repeated")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--factor", type=float, default=1.03)
+    parser.add_argument("--rounds", type=count, default=2)
+    parser.add_argument("--factor", type=rate, default=1.03)
     options = parser.parse_args(arguments)
     try:
         import asv as _  # noqa: F401
@@ -100,6 +104,8 @@ def main(arguments=None):
         old, new = (
             output_of("git", "rev-parse", "--verify", f"{name}^{{commit}}") for name in (options.old, options.new)
         )
+        if old == new:
+            raise RuntimeError(f"{options.old} and {options.new} are the same commit, {old[:8]}")
         with tempfile.TemporaryDirectory() as folder:
             table = compare(old, new, options, Path(folder))
     except subprocess.CalledProcessError as error:

@@ -21,6 +21,8 @@ import side_by_side
 import torch
 from side_by_side import PASSES, TOKENS, WIDTH, Pair, synchronize, to_cupy, to_torch, torch_pair
 
+from cupyflash.roofline_report import count, rate
+
 CAP, WINDOW, DROPPED, TOLERANCE = 30.0, 1024, {"dropout": 0.1, "seed": 0}, 2e-2
 
 
@@ -150,14 +152,15 @@ def table(result):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[128])
-    parser.add_argument("--seqlens", nargs="+", type=int, default=[8192])
+    parser.add_argument("--head-dims", nargs="+", type=count, default=[128])
+    parser.add_argument("--seqlens", nargs="+", type=count, default=[8192])
     parser.add_argument("--no-flex", action="store_true", help="without FlexAttention, and so without a check")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.03, help="of one entry in one round")
+    parser.add_argument("--rounds", type=count, default=5)
+    parser.add_argument("--seconds", type=rate, default=0.03, help="of one entry in one round")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--output", type=output.file, default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args(arguments)
+    side_by_side.check_seqlens(parser, options)
     if not torch.cuda.is_available():
         print("options.py needs a CUDA GPU; PyTorch finds none", file=sys.stderr)
         return 2

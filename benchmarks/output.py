@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import sys
@@ -35,11 +36,40 @@ def versions():
     return found
 
 
+def lacks(what):
+    """End the script, which cannot run without ``what``: the message names both."""
+    print(f"{Path(sys.argv[0]).name}: {what}", file=sys.stderr)
+    sys.exit(2)
+
+
+def file(text):
+    """A path to write to, from the command line: what is wrong with it is said before the measurement."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is in no folder that exists")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder")
+    return path
+
+
+def picture(text):
+    """The same, with a suffix that Matplotlib knows, where there is Matplotlib."""
+    path = file(text)
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return path  # check_plot says so
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} has the suffix {path.suffix!r}; allowed: {', '.join(known)}")
+    return path
+
+
 def add_arguments(parser, script):
     """The options of a ``script`` that say where its result goes."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help='needs the extra "plot"')
-    parser.add_argument("--output", type=Path, default=Path(script).with_suffix(".json"))
+    parser.add_argument("--plot", type=picture, metavar="FILE", help='needs the extra "plot"')
+    parser.add_argument("--output", type=file, metavar="FILE", default=Path(script).with_suffix(".json"))
 
 
 def write(options, result):

@@ -286,7 +286,11 @@ def parse_arguments(arguments=None):
 
 def main(arguments=None):
     options = parse_arguments(arguments)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        options.output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"pictures.py: --output-dir {options.output_dir}: {error.strerror}", file=sys.stderr)
+        return 2
     drawn = 0
     for name in options.only:
         draw, *results = PICTURES[name]

@@ -11,7 +11,14 @@ import argparse
 import json
 import re
 import statistics
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
+
+import output
+
+from cupyflash.roofline_report import check_plot
 
 HERE = Path(__file__).parent
 MARKS = ("<!-- performance table: benchmarks/report.py --write -->", "<!-- end of the performance table -->")
@@ -159,13 +166,18 @@ def plot(result, path):
     figure.savefig(path)
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--input", type=Path, default=HERE / "side_by_side.json")
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    result = json.loads(options.input.read_text())
+    parser.add_argument("--plot", type=output.picture, metavar="FILE")
+    options = parser.parse_args(arguments)
+    check_plot(parser, options)
+    try:
+        result = json.loads(options.input.read_text())
+        rates(result)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        parser.error(f"--input {options.input}: no result of side_by_side.py can be read there")
     if options.write:
         write(result, HERE.parent / "README.md")
     elif options.plot:

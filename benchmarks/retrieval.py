@@ -23,16 +23,17 @@ import sys
 import time
 from datetime import datetime, timezone
 
+import output
+
 try:
     import torch
 except ImportError:
-    sys.exit("retrieval.py: PyTorch is missing; pip install torch")
-import output
+    output.lacks("PyTorch is missing; pip install torch")
 import torch.nn.functional as F
 from torch import nn
 from torch_attention import attention, standard_attention
 
-from cupyflash.roofline_report import check_plot
+from cupyflash.roofline_report import check_plot, count, rate
 
 SYMBOLS, VALUES = 256, 64
 KEYS = SYMBOLS * SYMBOLS
@@ -153,12 +154,12 @@ def try_standard(options, generator, dtype):
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--items", type=int, default=KEYS, help=f"of the longest sequences, at most {KEYS}")
-    parser.add_argument("--tokens", type=int, default=KEYS, help="items of a step, in one or many sequences")
-    parser.add_argument("--rate", type=float, default=2e-3, help="of learning")
-    parser.add_argument("--last-steps", type=int, default=80, help="at the full length")
-    parser.add_argument("--seconds", type=float, default=400, help="end the training after so many")
-    parser.add_argument("--tests", type=int, default=8, help="sequences never seen")
+    parser.add_argument("--items", type=count, default=KEYS, help=f"of the longest sequences, at most {KEYS}")
+    parser.add_argument("--tokens", type=count, default=KEYS, help="items of a step, in one or many sequences")
+    parser.add_argument("--rate", type=rate, default=2e-3, help="of learning")
+    parser.add_argument("--last-steps", type=count, default=80, help="at the full length")
+    parser.add_argument("--seconds", type=rate, default=400, help="end the training after so many")
+    parser.add_argument("--tests", type=count, default=8, help="sequences never seen")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-standard", action="store_true", help="do not try standard attention before")
     output.add_arguments(parser, __file__)

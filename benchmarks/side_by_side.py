@@ -33,13 +33,16 @@ from typing import NamedTuple
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
+from output import command, file, lacks, versions, write
+
 try:
     import torch
 except ImportError:
-    sys.exit(f"{Path(sys.argv[0]).name}: PyTorch is missing; pip install torch")
+    lacks("PyTorch is missing; pip install torch")
 import torch.nn.functional as F
-from output import command, versions, write
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cupyflash import roofline_report as words
 
 TOKENS, WIDTH = 16384, 2048
 ROUNDS, SECONDS = 5, 0.03  # of each entry; with two peers and two paths, 36 sizes take about a minute and a half
@@ -265,7 +268,7 @@ def measure_cell(implementations, missing, timing, dtype, head_dim, causal, seql
             del implementations[name]
         except Exception as error:  # a peer that refuses a size must not end the run
             failed[name] = f"{type(error).__name__}: {error}"[:200]
-    operations = 4 * TOKENS * seqlen * shape[2] * head_dim * (0.5 if causal else 1)
+    operations = 4 * shape[0] * seqlen**2 * shape[2] * head_dim * (0.5 if causal else 1)
     tflops = {
         name: round(operations * (2.5 if name.endswith("bwd") else 1) / seconds / 1e12, 1)
         for name, seconds in median_seconds(calls, *timing).items()
@@ -317,8 +320,8 @@ def summarise(cells):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16"])
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128, 256])
-    parser.add_argument("--seqlens", nargs="+", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--head-dims", nargs="+", type=words.count, default=[64, 128, 256])
+    parser.add_argument("--seqlens", nargs="+", type=words.count, default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument(
         "--paths",
@@ -327,13 +330,22 @@ def parse_arguments():
         choices=["default", "sm80", "sm90"],
         help="kernel paths of cupyflash",
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of one entry in one round")
+    parser.add_argument("--rounds", type=words.count, default=ROUNDS)
+    parser.add_argument("--seconds", type=words.rate, default=SECONDS, help="of one entry in one round")
     parser.add_argument("--quick", action="store_true", help="sequence lengths 1024 and 8192 only")
     parser.add_argument("--keep", action="store_true", help="keep the sizes that OUTPUT holds, measure the others")
     parser.add_argument("--again", action="store_true", help="with --keep: measure the sizes asked for in any case")
-    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".json"))
-    return parser.parse_args()
+    parser.add_argument("--output", type=file, default=Path(__file__).with_suffix(".json"))
+    options = parser.parse_args()
+    check_seqlens(parser, options)
+    return options
+
+
+def check_seqlens(parser, options):
+    """End ``parser`` with a message where batches of TOKENS cannot be made."""
+    for seqlen in options.seqlens:
+        if TOKENS % seqlen:
+            parser.error(f"--seqlens has {seqlen}; allowed: divisors of {TOKENS}")
 
 
 def has_all(cell, names):
@@ -382,7 +394,8 @@ def main():
         timing = options.rounds, options.seconds
         cell = measure_cell(implementations, result["missing"], timing, dtype, head_dim, causal, seqlen)
         progress = f"[{number}/{len(sizes)}, {time.perf_counter() - start:.0f} s]"
-        print(progress, key, cell["tflops"], cell["ratio_to_best_peer"], cell["failed"] or "", flush=True)
+        found = cell["tflops"], cell["ratio_to_best_peer"], cell["failed"] or ""
+        print(progress, key, *found, file=sys.stderr, flush=True)
         result["cells"][key] = cell
         write(options, result)
     print("not installed:", result["missing"] or "none")

@@ -25,7 +25,7 @@ import torch
 import torch_attention
 from side_by_side import TOKENS, Pair, ours, synchronize, to_cupy
 
-from cupyflash.roofline_report import check_plot
+from cupyflash.roofline_report import check_plot, count, rate
 
 SHAPES = {"gpt2": (12, 64, True), "bert-large": (16, 64, False)}  # heads, head_dim, causal
 SEQLENS = [2**n for n in range(7, 17)]
@@ -81,10 +81,13 @@ def peak_bytes(call):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     pool = cupy.cuda.MemoryPool()  # it never shrinks by itself, so its size is its high-water mark
-    with cupy.cuda.using_allocator(pool.malloc):
-        call()
-        torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before + pool.total_bytes()
+    try:
+        with cupy.cuda.using_allocator(pool.malloc):
+            call()
+            torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before + pool.total_bytes()
+    finally:
+        pool.free_all_blocks()  # else CuPy 14 keeps them, out of reach: its blocks and the pool's lists hold each other
 
 
 def is_out_of_memory(error):
@@ -190,12 +193,12 @@ def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--both-masks", action="store_true", help="each shape causal and not")
-    parser.add_argument("--seqlens", nargs="+", type=int, default=SEQLENS)
+    parser.add_argument("--seqlens", nargs="+", type=count, default=SEQLENS)
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--peers", nargs="*", default=list(side_by_side.PEERS), choices=list(side_by_side.PEERS))
     parser.add_argument("--paths", nargs="+", default=["default", "sm80"], choices=["default", "sm80", "sm90"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=0.01, help="of one entry in one round")
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--seconds", type=rate, default=0.01, help="of one entry in one round")
     output.add_arguments(parser, __file__)
     options = parser.parse_args(arguments)
     check_plot(parser, options)

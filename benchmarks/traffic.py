@@ -31,7 +31,7 @@ import numpy as np
 import output
 
 import cupyflash
-from cupyflash.roofline_report import check_plot
+from cupyflash.roofline_report import check_plot, count, rate
 
 HEADS, HEAD_DIM, TOKENS = 16, 64, 32768
 GPT2_MEDIUM = (64, 1024)  # batch, seqlen
@@ -209,9 +209,9 @@ def table(result):
 
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seqlens", nargs="*", type=int, default=[512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument("--seqlens", nargs="*", type=count, default=[512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--no-gpt2", action="store_false", dest="gpt2", help="leave out the size of the paper's table")
-    parser.add_argument("--seconds", type=float, default=45, help="begin no size after so many")
+    parser.add_argument("--seconds", type=rate, default=45, help="begin no size after so many")
     parser.add_argument("--ncu", metavar="PATH", help="of Nsight Compute's command line")
     output.add_arguments(parser, __file__)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # of the process under ncu

@@ -29,11 +29,12 @@ import sys
 import time
 from datetime import datetime, timezone
 
+import output
+
 try:
     import torch
 except ImportError:
-    sys.exit("training.py: PyTorch is missing; pip install torch")
-import output
+    output.lacks("PyTorch is missing; pip install torch")
 import torch.nn.functional as F
 from table import OUT_OF_MEMORY, free, reason
 from torch import nn

@@ -16,10 +16,10 @@ float64 reference and with standard attention, measure time and memory, and prin
 pretrained model (extra "demo") the same is done with random weights. The exit code is 0 if
 every check holds, 1 if one fails, 2 if the run is not possible."""
 COMPILE_DESCRIPTION = """\
-Compile the kernels of head_dim 64, 96, 128, 192 and 256 in both dtypes, with each option, and print their
-registers, spills, shared memory and time. Another shape is built on its first call. On a machine with a
-GPU, and without --arch, this also fills the cache on disk. The exit code is 1 if a kernel spills, does not
-compile or, on Hopper, has its matrix products put in a row by the compiler."""
+Compile the kernels of head_dim 64, 96, 128, 192 and 256 in both dtypes, without softcap, ALiBi and dropout,
+and print their registers, spills, shared memory and time. Other kernels are built on their first call. On a
+machine with a GPU, and without --arch, this also fills the cache on disk. The exit code is 1 if a kernel
+spills, does not compile or, on Hopper, has its matrix products put in a row by the compiler."""
 
 ROOFLINE_DESCRIPTION = """\
 Print what attention of one size costs on a GPU and what it waits for there: operations, exponentials and

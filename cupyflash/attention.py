@@ -73,8 +73,8 @@ def attention(
     alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
         ALiBi [4]_: a logit loses ``slope`` times the distance of its key from the diagonal, that of
         ``window``: ``slope * abs(i + seqlen_k - seqlen_q - j)``, or ``slope * abs(i - j)`` with
-        ``causal="upper_left"``. Of the dtype of ``lse``; slopes may be 0 or negative. Only (heads_q,) where
-        ``batch`` is left out.
+        ``causal="upper_left"``. Of the dtype of ``lse`` and finite; slopes may be 0 or negative. Only (heads_q,)
+        where ``batch`` is left out.
     sink : array, shape (heads_q,), optional
         Attention sink [5]_: one more logit in every row of a head, of no key and of no value, so that the
         weights of the keys add up to less than 1. It is as given: no scale, ``softcap``, ALiBi or mask

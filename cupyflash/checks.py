@@ -282,6 +282,12 @@ def mask_shape(batch, heads, seqlen_q, seqlen_k) -> tuple[int, ...]:
     return batch, heads, seqlen_q, seqlen_k
 
 
+def array_module(xp):
+    """Check that it is one that makes masks."""
+    if getattr(xp, "__name__", None) not in ("numpy", "cupy"):
+        raise TypeError(f"xp is {shown(xp)} ({type_name(xp)}); allowed: the modules numpy and cupy")
+
+
 def counted(**sizes):
     """Check that the counter of dropout has a word for each of the `sizes`."""
     for name, size in sizes.items():

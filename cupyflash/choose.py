@@ -266,11 +266,12 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
         more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
         return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
-    first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
     if problem.bias or problem.mask:
         first = FORWARD_LOGITS
     elif any(_change(problem)):
-        first = FORWARD_CHANGED | FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
+        first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
+    else:
+        first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
     spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
 
@@ -329,7 +330,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 def split(problem: Problem) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    And with dropout, for which the other kernel has no registers left.
+    With dropout always: the one kernel has no registers left for it.
     """
     width = max(problem.head_dim, problem.head_dim_v)
     return problem.dropout > 0 or width > 128 or width > 64 and problem.seqlen_k <= SPLIT
@@ -399,7 +400,7 @@ def sink_gradient(before: Variant) -> Variant:
 
 
 def variants(capability: int) -> tuple[Variant, ...]:
-    """Return the kernels that devices of `capability` (80, 90, ...) choose: every row, dtype and option."""
+    """Return the kernels that devices of `capability` (80, 90, ...) choose without softcap, ALiBi and dropout."""
     return tuple(dict.fromkeys(_variants(capability)))
 
 

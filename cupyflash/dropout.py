@@ -62,6 +62,7 @@ def dropout_mask(batch, heads, seqlen_q, seqlen_k, /, *, dropout, seed, xp=np):
     0.9
     """
     shape = checks.mask_shape(batch, heads, seqlen_q, seqlen_k)
+    checks.array_module(xp)
     dropout, seed = checks.dropout(dropout, seed)
     return kept(xp, dropout, seed, *map(range, shape)) if dropout else xp.ones(shape, bool)
 

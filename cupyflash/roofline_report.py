@@ -173,7 +173,11 @@ def _find(options) -> Roofline:
         (options.batch, seqlen_k, heads_k, options.head_dim),
         (options.batch, seqlen_k, heads_k, head_dim_v),
     )
-    arrays = [np.broadcast_to(DTYPES[options.dtype](0), shape) for shape in shapes]  # no memory
+    try:
+        arrays = [np.broadcast_to(DTYPES[options.dtype](0), shape) for shape in shapes]  # no memory
+    except ValueError:  # NumPy's limits, of a number and of their product
+        largest = max(shapes, key=math.prod)
+        raise ValueError(f"shape {largest} is too large; allowed: less than 2**62 elements") from None
     masks = {"causal": options.causal}
     if options.window:
         masks["window"] = tuple(None if side == -1 else side for side in options.window)

@@ -1,12 +1,16 @@
 """What the scripts in benchmarks/ make of their measurements, and what of them needs no GPU."""
 
+import importlib
 import json
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tools
+
+import cupyflash
 
 FOLDER = tools.ROOT / "benchmarks"
 if not FOLDER.is_dir():
@@ -20,6 +24,16 @@ def path(monkeypatch):
     yield
     for script in FOLDER.glob("*.py"):
         sys.modules.pop(script.stem, None)
+    for name in [name for name in sys.modules if name.split(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+
+
+def code_of(main, *arguments):
+    """The exit code of a script, whichever way it ends."""
+    try:
+        return main(*arguments)
+    except SystemExit as ended:
+        return ended.code
 
 
 # --- traffic.py
@@ -178,6 +192,55 @@ def test_table_without_gpu(capsys):
     assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
+class FakePool:
+    """Of CuPy: what it holds stays held until it is told to let go."""
+
+    def __init__(self):
+        self.held, self.malloc = 7, None
+
+    def total_bytes(self):
+        return self.held
+
+    def free_all_blocks(self):
+        self.held = 0
+
+
+def fake_cupy(pool):
+    device = SimpleNamespace(synchronize=lambda: None)
+    cuda = SimpleNamespace(MemoryPool=lambda: pool, using_allocator=lambda _: nullcontext(), Device=lambda: device)
+    return SimpleNamespace(cuda=cuda, get_default_memory_pool=FakePool)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_that_was_counted_is_given_back(monkeypatch, fails):
+    """What one size held must not be missing at the next, where standard attention would end too early."""
+    pytest.importorskip("torch")
+    import table
+
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(table.torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(table.torch.cuda, name, lambda: 100)
+    pool = FakePool()
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(pool))
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            table.peak_bytes(lambda: 1 / 0)
+    else:
+        assert table.peak_bytes(lambda: None) == 7
+    assert pool.held == 0
+
+
+def test_workspace_of_gradients_without_a_sink(monkeypatch):
+    from benchmarks import bench_memory
+
+    pool = FakePool()
+    monkeypatch.setattr(bench_memory, "cupy", fake_cupy(pool))
+    x = np.zeros(1, np.uint8)
+    assert bench_memory.workspace(lambda: cupyflash.AttentionGradients(x, x, x, None)) == 4
+    assert pool.held == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_standard_attention_in_cupy(causal):
@@ -222,6 +285,24 @@ def test_compare_names_a_commit_that_does_not_exist(capsys):
 
     assert compare.main(["no-such-commit"]) == 2
     assert "no-such-commit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["HEAD", "HEAD"], "HEAD and HEAD are the same commit"),
+        (["HEAD", "--rounds", "0"], "'0' is no positive integer"),
+        (["HEAD", "--factor", "-1"], "'-1' is no positive finite number"),
+    ],
+)
+def test_compare_refuses(capsys, words, message):
+    pytest.importorskip("asv")
+    if not (tools.ROOT / ".git").exists():
+        pytest.skip("no repository")
+    import compare
+
+    assert code_of(compare.main, words) == 2
+    assert message in capsys.readouterr().err
 
 
 # --- torch_attention.py and retrieval.py
@@ -419,7 +500,66 @@ def test_command_without_its_output(monkeypatch, words):
     assert output.command() == "python benchmarks/table.py --rounds 4"
 
 
+@pytest.mark.parametrize("script", ["table", "training", "retrieval", "side_by_side", "options"])
+def test_without_torch(monkeypatch, capsys, script):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(sys, "argv", [f"benchmarks/{script}.py"])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(script)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"{script}.py: PyTorch is missing; pip install torch\n"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--output", "no/such/folder/x.json"], "is in no folder that exists"),
+        (["--output", "."], "is a folder"),
+        (["--plot", "no/such/folder/x.png"], "is in no folder that exists"),
+        (["--plot", "x.none"], "'x.none' has the suffix '.none'; allowed: "),
+        (["--seqlens", "0"], "'0' is no positive integer"),
+    ],
+)
+def test_what_would_be_lost_is_refused_before_it_is_measured(capsys, words, message):
+    pytest.importorskip("matplotlib")
+    import traffic
+
+    assert code_of(traffic.main, words) == 2
+    assert message in capsys.readouterr().err
+
+
+# --- report.py
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"cells": []}', '{"cells": {"d64": {}}}'])
+def test_report_of_no_result(tmp_path, capsys, text):
+    import report
+
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    assert code_of(report.main, ["--input", str(path)]) == 2
+    assert f"{path}: no result of side_by_side.py" in capsys.readouterr().err
+
+
+def test_report_without_matplotlib(monkeypatch, capsys, tmp_path):
+    import report
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert code_of(report.main, ["--plot", str(tmp_path / "x.png")]) == 2
+    assert 'the extra "plot"' in capsys.readouterr().err
+
+
 # --- side_by_side.py
+
+
+@pytest.mark.parametrize("script", ["side_by_side", "options"])
+def test_lengths_that_divide_the_tokens(side_by_side, monkeypatch, capsys, script):
+    words = ["--seqlens", "3000"]
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    main = importlib.import_module(script).main
+    assert code_of(main, *([] if script == "side_by_side" else [words])) == 2
+    assert "--seqlens has 3000; allowed: divisors of 16384" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import tools
 from test_choose import fits, is_valid
 from test_compiler import LOCAL, instructions, needs_nvrtc
+from test_score import MASKS
 from tools import check, inputs
 
 import cupyflash
@@ -18,13 +19,6 @@ from cupyflash.dropout import kept, philox
 from cupyflash.problem import Problem
 
 LENGTHS = (1, 15, 17, 64, 130, 300)
-MASKS = {
-    "full": {},
-    "causal": {"causal": True},
-    "upper_left": {"causal": "upper_left"},
-    "window 5 3": {"window": (5, 3)},
-    "causal window 33": {"causal": True, "window": (33, None)},
-}
 HEAD_DIMS = [(40, 40), (64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (64, 40), (16, 256)]
 SEED = 0x9E3779B97F4A7C15  # beyond 63 bits
 
@@ -519,6 +513,13 @@ def test_sizes_of_a_mask(sizes, error, words):
     with pytest.raises(error) as caught:
         cupyflash.dropout_mask(*sizes, dropout=0.5, seed=0)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("xp", [None, "numpy", math, np.zeros(1)])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_modules_without_masks(xp, dropout):
+    with pytest.raises(TypeError, match=r"xp is .*; allowed: the modules numpy and cupy"):
+        cupyflash.dropout_mask(1, 1, 1, 1, dropout=dropout, seed=0, xp=xp)
 
 
 # ---------------------------------------------------------------------------------------------- kernels

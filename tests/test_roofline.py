@@ -331,6 +331,8 @@ def test_command(capsys):
         (["--head-dim", "257"], "head_dim 257"),
         (["--batch", "0"], "'0' is no positive integer"),
         (["--seqlen", "-1"], "'-1' is no positive integer"),
+        (["--seqlen", str(10**20)], "is too large; allowed: less than 2**62 elements"),
+        (["--batch", str(2**40), "--seqlen", str(2**20)], "is too large; allowed: less than 2**62 elements"),
         (["--measure", "--memory", "3"], "leave out"),
         *((["--memory", text], f"'{text}' is no positive finite number") for text in ("0", "-3", "nan", "inf", "x")),
     ],

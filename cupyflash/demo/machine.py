@@ -92,10 +92,13 @@ class Gpu(Cpu):
     def peak_bytes(self, function):
         self.cupy.get_default_memory_pool().free_all_blocks()  # what it keeps for later may be needed now
         pool = self.cupy.cuda.MemoryPool()  # it never shrinks by itself, so its size is its high-water mark
-        with self.cupy.cuda.using_allocator(pool.malloc):
-            function()
-        self.synchronize()
-        return pool.total_bytes()
+        try:
+            with self.cupy.cuda.using_allocator(pool.malloc):
+                function()
+            self.synchronize()
+            return pool.total_bytes()
+        finally:
+            pool.free_all_blocks()  # else CuPy 14 keeps them, out of reach
 
     def rates(self):
         from cupyflash import timing

@@ -9,8 +9,8 @@
 namespace cupyflash {
 
 // t and 1 - t^2. The latter is 4 e / (1 + e)^2, e = exp(-2 |u|): no digits are lost where t is near 1, and it is 0
-// where e is. What a score becomes depends on it alone: !kFar only leaves out what none needs, and takes 1 - t^2 from
-// t, which is small.
+// where e is. !kFar, all of some scores are small, leaves out what none of them needs: t is the same, bit for bit, and
+// 1 - t^2, now from t, but for rounding.
 struct Tanh {
   static constexpr float kSeries = 0.25f;  // below it t by a series: 1 - 2 e / (1 + e) would lose digits
   float value, derivative;

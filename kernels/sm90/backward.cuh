@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   float4 lse[kBlockQ / 16];
   // The narrow stores have no registers left for lse; softcap with 128 queries none for delta.
   constexpr bool kReadsAhead = kSpec.access == 16, kDeltaAhead = !(kSpec.softcap && kBlockQ == 128);
-  constexpr int kPart = kSpec.access == 16 ? 2 : 1;
+  constexpr int kPart = kSpec.access == 16 && !(kSpec.softcap && kSpec.alibi) ? 2 : 1;
   // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
   const uint32 zero = s.group < 0;
 

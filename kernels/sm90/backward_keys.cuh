@@ -235,6 +235,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
   const Sizes& s = p.sizes;
   const Band band(s);
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  static_assert(!kSpec.dropout || !Change::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   Works works(p.keys, s, blockIdx.x, gridDim.x, false);
   const auto tiles_of_work = [&] {  // of queries, in each head of the group
