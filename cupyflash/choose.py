@@ -351,7 +351,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     access = 16 if access == 16 else min(access, 4)
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2])
+    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem))
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
 
 

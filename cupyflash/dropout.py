@@ -1,13 +1,18 @@
-"""Which weights dropout keeps: random bits that depend on seed, batch, head, query and key alone.
+"""Which weights dropout keeps: random numbers that depend on seed, batch, head, query and key alone.
 
 They come from Philox 4x32 [1]_, a block cipher of a counter: no state, so that the backward finds them again tile by
 tile, in any order. ``kernels/core/dropout.cuh`` computes the same.
 
-* The counter is ``(query group, key group, head, batch)`` and the key is the seed, its lower 32 bits first.
-* Group ``8 * n + m`` (m < 8) of the queries holds the queries ``16 * n + m`` and ``16 * n + m + 8``; the same of the
-  keys. So a counter names 2 x 2 weights: those that one lane holds in the tensor cores' fragments of S and of its
-  transpose alike. Word ``2 * a + b`` of the result is that of the query ``16 * n + m + 8 * a`` and key number b.
-* A weight is kept where its word is at least ``dropout * 2**32``.
+* Each weight has a number of 32 bits, and is kept where it is at least ``dropout * 2**32``.
+* The numbers of 32 weights are made together and from the top: word n of a stream holds bit ``31 - n`` of all of them.
+  After 12 words or so most comparisons are decided, and the other words are not needed: a third of the random bits
+  decides as exactly as all would.
+* A block of 16 x 16 weights has 8 streams. Bits 2 and 1 of the query and bit 2 of the key are the bits of the number
+  of the stream. Bit 3 of the query and bit 3 of the key say the byte of a word, then bit 1 of the key, bit 0 of the
+  query and bit 0 of the key the bit, from the highest one down: a lane of the tensor cores' fragments finds its 8
+  weights of a block in one word, in those of S and of its transpose alike.
+* The counter is ``(8 * (query // 16) + call, 8 * (key // 16) + stream, head, batch)`` and the key is the seed, its lower
+  32 bits first. Each call makes 4 words of a stream.
 
 7 rounds are the fewest with which Philox 4x32 passes all of TestU01's BigCrush [1]_; 10, its authors' default and that
 of most libraries, add a margin that no statistic of a mask can tell, and cost two fifths more.
@@ -69,16 +74,30 @@ def dropout_mask(batch, heads, seqlen_q, seqlen_k, /, *, dropout, seed, xp=np):
 
 def kept(xp, dropout, seed, batch, heads, queries, keys):
     """The mask of these ranges."""
-    blocks = [range(r.start // 16, -(-r.stop // 16)) for r in (queries, keys)]  # of 16: of 8 groups
-    groups = (range(8 * r.start, 8 * r.stop) for r in blocks)
-    batch, heads, query, key = (xp.arange(r.start, r.stop, dtype=xp.uint64) for r in (batch, heads, *groups))
-    counter = (query[:, None], key, heads[:, None, None], batch[:, None, None, None])
-    shape = (len(batch), len(heads), len(blocks[0]), 8, len(blocks[1]), 8)
-    mask = xp.empty((*shape[:3], 2, 8, shape[4], 2, 8), bool)
-    for i, word in enumerate(philox(counter, (seed % WORD, seed // WORD))):
-        mask[:, :, :, i // 2, :, :, i % 2] = (word >= int(dropout * WORD)).reshape(shape)
+    blocks = [range(r.start // 16, -(-r.stop // 16)) for r in (queries, keys)]
+    streams = range(8 * blocks[1].start, 8 * blocks[1].stop)
+    axes = (xp.arange(r.start, r.stop, dtype=xp.uint64) for r in (batch, heads, blocks[0], streams))
+    batch, head, query, stream = (axis.reshape(-1, *(1,) * i) for axis, i in zip(axes, (3, 2, 1, 0)))
+    shape = (len(batch), len(head), len(query), len(stream))
+    dropped, undecided = xp.zeros(shape, xp.uint64), xp.full(shape, WORD - 1, xp.uint64)
+    threshold = int(dropout * WORD)
+    for n in range(32):
+        if not threshold << n & WORD - 1 or n % 4 == 0 and not undecided.any():
+            break  # what is undecided is kept: it is not less in bits that are 0
+        if n % 16 == 0:  # four calls at once: NumPy is slow at small arrays
+            call = xp.arange(n // 4, n // 4 + 4, dtype=xp.uint64).reshape(-1, 1, 1, 1, 1)
+            words = philox((8 * query + call, stream, head, batch), (seed % WORD, seed // WORD))
+        word = words[n % 4][n // 4 % 4]
+        if threshold >> 31 - n & 1:
+            dropped |= undecided & ~word
+            undecided &= word
+        else:
+            undecided &= ~word
+    mask = xp.unpackbits((~dropped).astype("<u4").view(xp.uint8)).reshape(*shape[:3], -1, *(2,) * 8)
+    #  bits of the weights' places, as in `mask`: q2 q1 k2, q3 k3, k1 q0 k0
+    mask = mask.transpose(0, 1, 2, 7, 4, 5, 10, 3, 8, 6, 9, 11).reshape(*shape[:2], 16 * len(query), -1)
     rows, columns = (slice(r.start - 16 * b.start, r.stop - 16 * b.start) for r, b in zip((queries, keys), blocks))
-    return mask.reshape(len(batch), len(heads), 2 * len(query), 2 * len(key))[:, :, rows, columns]
+    return mask[:, :, rows, columns].astype(bool)
 
 
 def philox(counter, key, rounds=ROUNDS):

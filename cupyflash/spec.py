@@ -61,7 +61,8 @@ class ForwardSpec(Spec):
     def shared_bytes(self) -> int:
         q = self.block_q * max(self.head_dim, self.head_dim_v)
         p = 0 if self.p_in_registers else self.block_q * (2 * self.block_k + 4)
-        return 2 * (q + self.stages * self.block_k * (self.head_dim + self.head_dim_v)) + p
+        kept = self.dropout * 2 * self.block_q * self.block_k // 8
+        return 2 * (q + self.stages * self.block_k * (self.head_dim + self.head_dim_v)) + p + kept
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,11 @@ class HopperForwardSpec(Spec):
         return self.access == 16
 
     @property
+    def kept_slots(self) -> int:
+        """Tiles of what dropout keeps in flight, of a group."""
+        return 1 if max(self.head_dim, self.head_dim_v) > 192 else 2
+
+    @property
     def block_q(self) -> int:
         """Rows of one tile."""
         return 64 * self.cluster * self.groups
@@ -100,7 +106,8 @@ class HopperForwardSpec(Spec):
     @property
     def shared_bytes(self) -> int:
         width = -(-max(self.head_dim, self.head_dim_v) // 64) * 64
-        return 2 * width * self.teams * (self.q_slots * 64 + self.slots * self.block_k) + 1024
+        kept = self.dropout * self.groups * self.kept_slots * 64 * self.block_k // 8
+        return 2 * width * self.teams * (self.q_slots * 64 + self.slots * self.block_k) + kept + 1024
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,8 @@ class BackwardSpec(Spec):
         width = self.head_dim + self.head_dim_v
         scores = self.block_q * self.block_k * (1 if self.p_in_registers else 2)
         statistics = 2 * self.stages * self.block_q * 4
-        return 2 * (self.block_k * width + self.stages * self.block_q * width + scores) + statistics
+        kept = self.dropout * self.block_q * self.block_k // 8
+        return 2 * (self.block_k * width + self.stages * self.block_q * width + scores) + statistics + kept
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,7 @@ class HopperBackwardSpec(Spec):
     access: int
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     blocks_per_sm = 1
 
@@ -163,7 +172,8 @@ class HopperBackwardSpec(Spec):
         width = sum(-(-n // 64) * 64 for n in (self.head_dim, self.head_dim_v))
         scores, statistics = 2 * self.block_k * self.block_q, 8 * self.stages * self.block_q
         tiles = 2 * ((self.key_slots * self.block_k + self.stages * self.block_q) * width + scores)
-        return tiles + statistics + 1024
+        kept = self.dropout * self.stages * self.block_k * self.block_q // 8
+        return tiles + statistics + kept + 1024
 
 
 @dataclass(frozen=True)
@@ -188,7 +198,8 @@ class HopperKeysSpec(Spec):
         keys = max(0, d - 64 * self.kept) + max(0, dv - 64 * self.kept)
         tiles = self.slots * d + self.slots_dout * dv
         handover, statistics = 2 * 2 * 64 * 64, 4 * 64 * (self.slots + self.slots_dout)
-        return 2 * 64 * (keys + tiles) + handover + statistics + 1024
+        kept = self.dropout * self.slots * 64 * 64 // 8
+        return 2 * 64 * (keys + tiles) + handover + statistics + kept + 1024
 
 
 @dataclass(frozen=True)
@@ -208,7 +219,8 @@ class HopperQueriesSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        return 2 * 64 * ((2 + self.slots) * self.head_dim + (2 + self.slots_v) * self.head_dim_v) + 1024
+        kept = self.dropout * self.slots_v * 128 * 64 // 8
+        return 2 * 64 * ((2 + self.slots) * self.head_dim + (2 + self.slots_v) * self.head_dim_v) + kept + 1024
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-// Instructions that every architecture has: conversions between float32 and the 16-bit types, reductions in memory.
+// Instructions that every architecture has: conversions between float32 and the 16-bit types, bytes, reductions in
+// memory.
 // Section numbers are those of the PTX ISA 9.0 manual.
 #pragma once
 
@@ -16,6 +17,13 @@ __device__ __forceinline__ void load_matrix(uint32 (&r)[4], uint32 address) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address)
                : "memory");
+}
+
+// 9.7.9.7 prmt: four nibbles of `selector`, each 8 + n for the sign of byte n of (a, b), eight times.
+__device__ __forceinline__ uint32 spread_signs(uint32 a, uint32 b, uint32 selector) {
+  uint32 bytes;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selector));
+  return bytes;
 }
 
 struct float16 {

@@ -1,13 +1,16 @@
-// Which weights dropout keeps: what depends on seed, batch, head, query and key alone, whatever the tiles. The random
-// numbers are those of Philox 4x32 (Salmon et al., SC 2011) with 7 rounds, as cupyflash/dropout.py says; its counter is
-//   (query / 16 * 8 + query % 8, key / 16 * 8 + key % 8, head, batch),
-// its key the seed. One call gives those of 2 x 2 weights, which one lane holds in S and in S^T alike:
-//
-//              key  key + 8
-//   query        0        1      the words of the result (query % 16 and key % 16 are less than 8);
-//   query + 8    2        3      a weight is kept if its word is at least the threshold
+// Which weights dropout keeps: what depends on seed, batch, head, query and key alone, whatever the tiles, as
+// cupyflash/dropout.py says. A weight is kept if its random number is at least the threshold. Words of Philox 4x32
+// (Salmon et al., SC 2011) with 7 rounds hold one bit each of the numbers of 32 weights, the highest one first, so that
+// all 32 are compared at once, and no more bits are made than the comparison needs. What comes out is a word with the
+// bits of the kept weights. A block of 16 x 16 weights has 8 of them:
+//   number of the word                 bits 2 and 1 of the query, bit 2 of the key
+//   byte                               bit 3 of the query, bit 3 of the key
+//   bit, from the highest one down     bit 1 of the key, bit 0 of the query, bit 0 of the key
+// The 8 weights of a lane, in S and in S^T alike, are two bits of each byte of one word. Words of a tile are made where
+// there is time, and wait in shared memory: an instruction spreads the sign of a byte.
 #pragma once
 
+#include "any/ptx.cuh"
 #include "core/fragment.cuh"
 #include "core/params.cuh"
 
@@ -17,9 +20,8 @@ struct Philox {
   static constexpr int kRounds = 7;
   uint32 x[4];
 
-  __device__ __forceinline__ constexpr Philox(uint32 query, uint32 key, uint32 head, uint32 batch, uint64 seed)
-      : x{query, key, head, batch} {
-    uint32 left = uint32(seed), right = uint32(seed >> 32);
+  __device__ __forceinline__ constexpr Philox(uint32 a, uint32 b, uint32 c, uint32 d, uint32 left, uint32 right)
+      : x{a, b, c, d} {
 #pragma unroll
     for (int round = 0; round < kRounds; ++round, left += 0x9E3779B9u, right += 0xBB67AE85u) {
       const uint32 first = x[0], third = x[2];
@@ -35,71 +37,138 @@ struct Philox {
   }
 };
 
-enum class Rows { kQueries, kKeys };
+// The comparison of 32 numbers with a threshold, four bits at a time.
+struct Comparison {
+  uint32 less = 0, open = ~0u;  // bits of the numbers that are less, and of those that are equal so far
+
+  // Bits 31 - 4 * call and below of the threshold, and of the numbers.
+  __device__ __forceinline__ constexpr void go_on(const uint32 (&numbers)[4], uint32 threshold, int call) {
+    uint32 certain = 0, possible = ~0u;  // less in these bits, whatever the lower ones; and if those are less
+#pragma unroll
+    for (int i = 3; i >= 0; --i) {
+      const uint32 ones = int(threshold << (4 * call + i)) >> 31;  // the bit of the threshold, 32 times
+      certain = step(certain, numbers[i], ones), possible = step(possible, numbers[i], ones);
+    }
+    less |= open & certain;
+    open &= certain ^ possible;
+  }
+
+ private:
+  // Where the bits differ they decide: one instruction.
+  __device__ __forceinline__ static constexpr uint32 step(uint32 below, uint32 number, uint32 ones) {
+    return (below & (~number | ones)) | (~number & ones);
+  }
+};
 
 struct Dropping {  // from one head
   const Dropout& dropout;
   int batch, head;
 
-  // Calls tell(j, i, kept) for the elements x.x[j][i] of a fragment that begins at (row, col), multiples of 16.
-  template <Rows kRows, int kCols, class Tell>
-  __device__ __forceinline__ void tell(const Accumulator<kCols>& x, int row, int col, Tell tell) const {
-    static_assert(kCols % 16 == 0, "each group of columns is complete");
-    constexpr bool kQueries = kRows == Rows::kQueries;
-    const uint32 row_group = row / 2 + x.row(0);
-#pragma unroll
-    for (int j = 0; j < kCols / 8; j += 2)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const uint32 col_group = col / 2 + x.col() + 4 * j + i;
-        const Philox random(kQueries ? row_group : col_group, kQueries ? col_group : row_group, head, batch,
-                            dropout.seed);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-#pragma unroll
-          for (int next = 0; next < 2; ++next) {
-            const uint32 word = random.x[kQueries ? 2 * half + next : 2 * next + half];
-            tell(j + next, 2 * half + i, word >= dropout.threshold);
-          }
-      }
-  }
+  __device__ __forceinline__ static constexpr int words(int queries, int keys) { return queries * keys / 32; }
 
-  // Of P, queries by keys: what is dropped becomes 0.
-  template <int kCols>
-  __device__ __forceinline__ void drop(Accumulator<kCols>& p, int query, int key) const {
-    tell<Rows::kQueries>(p, query, key, [&](int j, int i, bool kept) { p.x[j][i] = kept ? p.x[j][i] : 0.f; });
-  }
-  // Of P or P^T: what is dropped gets the sign, as dS needs the value too. The bit itself, for NaN has it as well.
-  template <Rows kRows, int kCols>
-  __device__ __forceinline__ void mark(Accumulator<kCols>& p, int row, int col) const {
-    tell<kRows>(p, opaque(row), col, [&](int j, int i, bool kept) {
-      if (!kept) p.x[j][i] = __uint_as_float(__float_as_uint(p.x[j][i]) | 1u << 31);
-    });
-  }
-  template <int kCols>
-  __device__ __forceinline__ static void drop_marked(Accumulator<kCols>& p) {
-#pragma unroll
-    for (int j = 0; j < kCols / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (marked(p.x[j][i])) p.x[j][i] = 0.f;
-  }
-  // From the operand of what is marked.
-  template <int kCols>
-  __device__ __forceinline__ static void drop_marked(const Accumulator<kCols>& p, uint32 (&operand)[kCols / 16][4]) {
-#pragma unroll
-    for (int j = 0; j < kCols / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        if (marked(p.x[j][i])) cupyflash::clear(operand, j, i);
-  }
-  // dS of a marked P.
-  __device__ __forceinline__ float gradient(float p, float dp, float delta) const {
-    return fabsf(p) * (marked(p) ? -delta : fmaf(dp, dropout.scale, -delta));
+  // The words of a tile, block by block, by kThreads threads of neighbouring warps.
+  template <int kQueries, int kKeys, int kThreads>
+  __device__ __forceinline__ void decide(uint32* words, int first_query, int first_key) const {
+    constexpr int kWords = Dropping::words(kQueries, kKeys), kBlocks = kKeys / 16;
+    static_assert(kQueries % 16 == 0 && kKeys % 16 == 0 && kWords % 32 == 0, "whole blocks, whole warps");
+#pragma unroll 1
+    for (uint32 i = opaque(threadIdx.x) % kThreads; i < kWords; i += kThreads)
+      words[i] = word(first_query / 2 + i / 8 / kBlocks * 8, first_key / 2 + i / 8 % kBlocks * 8 + i % 8);
   }
 
  private:
-  __device__ __forceinline__ static bool marked(float p) { return __float_as_int(p) < 0; }
+  static constexpr int kCalls = 8, kUsual = 3;  // 12 bits decide 1024 comparisons, those of a warp, three times of four
+
+  __device__ __forceinline__ uint32 word(uint32 block, uint32 stream) const {
+    Comparison comparison;
+    // 0, which the compiler does not know: else the keys of all rounds stay in registers that are not there.
+    const uint32 zero = dropout.threshold > 0 ? 0 : ~0u;
+    const auto call = [&](int n) {
+      const uint32 left = uint32(dropout.seed) + (block + n & zero),
+                   right = uint32(dropout.seed >> 32) + (block + n & zero);
+      comparison.go_on(Philox(block + n, stream, head, batch, left, right).x, dropout.threshold, n);
+    };
+#pragma unroll
+    for (int n = 0; n < kUsual; ++n) call(n);
+#pragma unroll 1
+    for (int n = kUsual; n < kCalls && dropout.threshold << 4 * n && __any_sync(kFullWarp, comparison.open); ++n)
+      call(n);
+    return ~comparison.less;
+  }
 };
+
+enum class Rows { kQueries, kKeys };
+
+// What is kept of a block of 16 x 16, of the weights that a lane holds of it.
+template <Rows kRows>
+struct Kept {
+  uint32 even;  // the sign of each byte tells of one column, that of the bit `kNext` further down of the next one
+
+  // `words`: of a tile with kKeys keys; the block begins at (query, key) of it, multiples of 16.
+  template <int kKeys>
+  __device__ __forceinline__ static Kept of(const uint32* words, int query, int key) {
+    const int lane = lane_index();
+    const int word = kRows == Rows::kQueries ? lane / 8 * 2 + lane / 2 % 2 : lane % 4 * 2 + lane / 16;
+    const int shift = kRows == Rows::kQueries ? lane % 2 * 4 + lane / 4 % 2 * 2 : lane / 8 % 2 * 4 + lane / 4 % 2;
+    return {words[query / 2 * (kKeys / 16) + key / 2 + word] << shift};
+  }
+  // Of an operand a[i] of these columns: ones where it is kept.
+  __device__ __forceinline__ uint32 pair(int i) const {
+    const uint32 byte = byte_of(i / 2, i % 2);
+    return spread_signs(even, even << kNext, 0x1100 * (12 + byte) + 0x11 * (8 + byte));
+  }
+  // x, if it is a kept x[j][i], else 0.
+  __device__ __forceinline__ float of(float x, int j, int i) const {
+    const uint32 word = i % 2 ? even << kNext : even;
+    return __uint_as_float(__float_as_uint(x) & spread_signs(word, word, 0x1111 * (8 + byte_of(j % 2, i / 2))));
+  }
+
+ private:
+  static constexpr int kNext = kRows == Rows::kQueries ? 1 : 2;
+  __device__ __forceinline__ static constexpr uint32 byte_of(int col_half, int row_half) {
+    return kRows == Rows::kQueries ? 2 * row_half + col_half : 2 * col_half + row_half;
+  }
+};
+
+// What is kept of a fragment that begins at (row, col) of a tile.
+template <Rows kRows, int kCols>
+struct KeptFragment {
+  Kept<kRows> blocks[kCols / 16];
+
+  template <int kKeys>
+  __device__ __forceinline__ void read(const uint32* words, int row, int col) {
+#pragma unroll
+    for (int step = 0; step < kCols / 16; ++step) {
+      const int query = kRows == Rows::kQueries ? row : col + 16 * step;
+      const int key = kRows == Rows::kQueries ? col + 16 * step : row;
+      blocks[step] = Kept<kRows>::template of<kKeys>(words, query, key);
+    }
+  }
+  // What is dropped becomes 0.
+  __device__ __forceinline__ void drop(Accumulator<kCols>& x) const {
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.x[j][i] = blocks[j / 2].of(x.x[j][i], j, i);
+  }
+  __device__ __forceinline__ void drop(uint32 (&operand)[kCols / 16][4]) const {
+#pragma unroll
+    for (int step = 0; step < kCols / 16; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) operand[step][i] &= blocks[step].pair(i);
+  }
+  // What is dropped gets the sign, of weights that go where the words do not. The bit itself, for NaN has it as well.
+  __device__ __forceinline__ void mark(uint32 (&operand)[kCols / 16][4]) const {
+#pragma unroll
+    for (int step = 0; step < kCols / 16; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) operand[step][i] |= ~blocks[step].pair(i) & 0x80008000u;
+  }
+};
+
+// dS of a marked P.
+__device__ __forceinline__ float gradient_of_marked(float p, float dp, float delta, const Dropout& dropout) {
+  return fabsf(p) * (__float_as_int(p) < 0 ? -delta : fmaf(dp, dropout.scale, -delta));
+}
 
 }  // namespace cupyflash

@@ -36,6 +36,8 @@ struct HopperForwardSpec {
   bool softcap, alibi, dropout;
 
   __device__ constexpr bool staged() const { return access == 16; }
+  // Tiles of what dropout keeps in flight, of a group.
+  __device__ constexpr int kept_slots() const { return head_dim > 192 || head_dim_v > 192 ? 1 : 2; }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
   __device__ constexpr int threads() const { return 128 * (teams * groups + 1); }
   __device__ constexpr int registers() const { return teams * groups == 2 ? 232 : teams * groups == 3 ? 160 : 112; }
@@ -69,12 +71,12 @@ struct HopperBackwardSpec {
   int key_slots;  // tiles of k and v in flight; 2: the products of one tile of keys go over into those of the next
   bool deterministic;
   int access;  // of the stores of dk and dv
-  bool softcap, alibi;
+  bool softcap, alibi, dropout;
 
   __device__ constexpr int block_k() const { return 64 * groups; }
   __device__ constexpr int threads() const { return 128 * (groups + 1); }
   __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return 24; }
+  __device__ constexpr int copying_registers() const { return dropout ? 32 : 24; }
 };
 
 struct HopperKeysSpec {      // of the kernel of dk and dv
@@ -86,7 +88,7 @@ struct HopperKeysSpec {      // of the kernel of dk and dv
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return 24; }
+  __device__ constexpr int copying_registers() const { return dropout ? 32 : 24; }
 };
 
 struct HopperQueriesSpec {   // of the kernel of dq
@@ -97,7 +99,7 @@ struct HopperQueriesSpec {   // of the kernel of dq
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return 24; }
+  __device__ constexpr int copying_registers() const { return dropout ? 32 : 24; }
 };
 
 struct SinkSpec {  // of the kernel of dsink

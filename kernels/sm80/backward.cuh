@@ -81,6 +81,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const ScoreTile ds_tile(dout_base + kSpec.stages * DoutTile::kBytes);
   const ScoreTile p_tile(ds_tile.base + (kSpec.p_in_registers() ? 0 : ScoreTile::kBytes));
   float* const statistics_base = reinterpret_cast<float*>(shared + (p_tile.base + ScoreTile::kBytes - k_tile.base));
+  uint32* const kept_words = reinterpret_cast<uint32*>(statistics_base + kSpec.stages * 2 * kBlockQ);  // of one tile
   const auto q_tile = [&](int stage) { return QTile(q_base + stage * QTile::kBytes); };
   const auto dout_tile = [&](int stage) { return DoutTile(dout_base + stage * DoutTile::kBytes); };
   const auto statistics = [&](int stage) { return Statistics<kBlockQ>{statistics_base + stage * 2 * kBlockQ}; };
@@ -133,6 +134,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     const bool last_of_head = tile == first_tile + tiles - 1;
     const int next_tile = last_of_head ? first_tile : tile + 1, next_head = last_of_head ? head + 1 : head;
     const int next_stage = kSpec.stages == 2 ? stage ^ 1 : 0;
+    const int first_query = tile * kBlockQ;
+    if constexpr (kSpec.dropout)  // the barrier behind dS stands between the reads of the tile before and these
+      Dropping{p.dropout, work.batch, head}.decide<kBlockQ, kBlockK, kThreads>(kept_words, first_query, first_key);
     wait_copies<0>();
     __syncthreads();  // this tile has landed, and every warp is done with the previous one and with dS
     if (kSpec.stages == 2 && remaining > 1) load_queries(next_stage, next_head, next_tile);
@@ -143,9 +147,12 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     for (int t = 0; t < kScoreRows / 16; ++t) prob[t].clear();
     product<T, kDim / 16>(prob, Left(k_tile, score_row), RightTransposed(q_tile(stage), score_col));
 
-    const int first_query = tile * kBlockQ;
     const float slope = change.slope(work.batch, head);
-    const Dropping dropping = {p.dropout, work.batch, head};
+    const auto kept = [&](int t) {
+      KeptFragment<Rows::kKeys, kScoreCols> fragment;
+      fragment.template read<kBlockK>(kept_words, score_row + 16 * t, score_col);
+      return fragment;
+    };
     Weights<kScoreCols> weights[kScoreRows / 16];
     const bool keys_exist = first_key + kBlockK <= s.seqlen_k;
     const bool masked = !keys_exist || first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last;
@@ -177,10 +184,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           change.hide_masked(prob[t], weights[t],
                              Items::of_transposed(p.mask, work.batch, head, first_row, first_col, s));
         }
-        if constexpr (kSpec.dropout && kSpec.softcap) {
-          dropping.mark<Rows::kKeys>(prob[t], first_row, first_query + score_col);
-          dropping.drop_marked(prob[t], weights[t].prob);
-        }
+        if constexpr (kSpec.dropout && kSpec.softcap) kept(t).drop(weights[t].prob);
         if constexpr (kSpec.softcap && !kSpec.p_in_registers())
           p_tile.store(weights[t].prob, score_row + 16 * t, score_col);
       }
@@ -200,15 +204,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
             prob[t].x[j][i] = exp2f(fmaf(prob[t].x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
       }
     }
-    if constexpr (kSpec.dropout && !kSpec.softcap)
-#pragma unroll
-      for (int t = 0; t < kScoreRows / 16; ++t)
-        dropping.mark<Rows::kKeys>(prob[t], first_key + score_row + 16 * t, first_query + score_col);
-
     Accumulator<kScoreCols> ds[kScoreRows / 16];
 #pragma unroll
     for (int t = 0; t < kScoreRows / 16; ++t) ds[t].clear();
     product<T, kDimV / 16>(ds, Left(v_tile, score_row), RightTransposed(dout_tile(stage), score_col));
+    if constexpr (kSpec.dropout)
+#pragma unroll
+      for (int t = 0; t < kScoreRows / 16; ++t) kept(t).drop(ds[t]);
 #pragma unroll
     for (int j = 0; j < kScoreCols / 8; ++j) {
       const float2 delta = statistics(stage).delta_of(score_col + 8 * j + prob[0].col());
@@ -217,16 +219,14 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float of_row = i % 2 ? delta.y : delta.x;
-          if constexpr (kSpec.dropout)
-            ds[t].x[j][i] = dropping.gradient(prob[t].x[j][i], ds[t].x[j][i], of_row);
-          else
-            ds[t].x[j][i] = prob[t].x[j][i] * (ds[t].x[j][i] - of_row);
+          float& x = ds[t].x[j][i];
+          x = prob[t].x[j][i] * (kSpec.dropout ? fmaf(x, p.dropout.scale, -of_row) : x - of_row);
         }
     }
 #pragma unroll
     for (int t = 0; t < kScoreRows / 16; ++t) {
       ds_tile.template store<T>(ds[t], score_row + 16 * t, score_col);
-      if constexpr (kSpec.dropout && !kSpec.softcap) dropping.drop_marked(prob[t]);
+      if constexpr (kSpec.dropout && !kSpec.softcap) kept(t).drop(prob[t]);
     }
 
     if constexpr (kSpec.p_in_registers()) {

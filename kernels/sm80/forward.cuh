@@ -60,6 +60,12 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const PTile p_tile(v_tile(kSpec.stages).base);
   // A number for each row, from the warp that owns its scores to those that own its out.
   float* const row_factors = reinterpret_cast<float*>(shared + (p_tile.base + PTile::kBytes - q_tile.base));
+  // What dropout keeps of a tile: of two, as slow warps read those of one while others make those of the next.
+  char* const words_base =
+      kPInRegisters ? shared + (p_tile.base - q_tile.base) : reinterpret_cast<char*>(row_factors + kSpec.block_q);
+  const auto kept_words = [&](int tile) {
+    return reinterpret_cast<uint32*>(words_base) + tile % 2 * Dropping::words(kSpec.block_q, kSpec.block_k);
+  };
 
   const Sizes& s = p.sizes;
   const int q_tiles = (s.seqlen_q + kSpec.block_q - 1) / kSpec.block_q;
@@ -90,10 +96,14 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       out[t].scale_rows(factors[out[t].row(0)], factors[out[t].row(1)]);
     }
   };
-  const auto drop = [&](Accumulator<kSpec.block_k>(&weights)[kRowTiles], int first_key) {
+  const auto drop = [&](Accumulator<kSpec.block_k>(&weights)[kRowTiles], int tile) {
     if constexpr (kSpec.dropout)
 #pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) dropping.drop(weights[t], first_row + warp_row + 16 * t, first_key);
+      for (int t = 0; t < kRowTiles; ++t) {
+        KeptFragment<Rows::kQueries, kSpec.block_k> kept;
+        kept.template read<kSpec.block_k>(kept_words(tile), warp_row + 16 * t, 0);
+        kept.drop(weights[t]);
+      }
   };
   const auto hand_over = [&](int t, int half, float factor) {
     if (lane_index() % 4 == 0) row_factors[warp_row + 16 * t + out[0].row(half)] = factor;
@@ -115,6 +125,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   int stage = 0;
 #pragma unroll 1
   for (int tile = tiles.last; tile >= tiles.first; --tile) {
+    if constexpr (kSpec.dropout)
+      dropping.decide<kSpec.block_q, kSpec.block_k, kThreads>(kept_words(tile), first_row, tile * kSpec.block_k);
     wait_copies<0>();
     __syncthreads();  // this tile has landed, and every warp is done with the previous one
     if constexpr (kSpec.stages == 2) {
@@ -176,7 +188,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) out[t].scale_rows(factor[t][0], factor[t][1]);
       });
-      drop(scores, first_key);
+      drop(scores, tile);
       product<T, kSpec.block_k / 16>(out, rounded<T>(scores), Right(v_tile(stage)));
     } else {
       float factors[kRowTiles][2];
@@ -186,7 +198,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         for (int t = 0; t < kRowTiles; ++t) factors[t][0] = factor[t][0], factors[t][1] = factor[t][1];
         grew = true;
       });
-      drop(scores, first_key);
+      drop(scores, tile);
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
         p_tile.template store<T>(scores[t], warp_row + 16 * t, 0);

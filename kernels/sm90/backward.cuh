@@ -4,9 +4,11 @@
 //   dP^T = v dout^T     dS^T = P^T (dP^T - delta)         dk += dS^T q      dq = dS k
 // P^T and dS^T stay in registers, the left operands of dv and dk; dS^T goes to shared memory too, for dq, which needs
 // that of all warpgroups. dq is made one tile later, when all have long left theirs there, and is added up in memory in
-// float32; the kernels of any/around_backward.cuh clear that sum and convert it.
+// float32; the kernels of any/around_backward.cuh clear that sum and convert it. With dropout, P^T in dv and dP^T lack
+// what is dropped and are scaled; warps that copy nothing decide that.
 #pragma once
 
+#include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "sm90/backward_tiles.cuh"
@@ -30,7 +32,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   __shared__ Job jobs[kSpec.stages];
   __shared__ Alibi alibis[kSpec.stages];
   __shared__ KeyTile key_tiles[kSpec.key_slots];
-  Tiles tiles(first_tile(shared), barriers, jobs, alibis, key_tiles);
+  __shared__ Place places[kSpec.stages];
+  Tiles tiles(first_tile(shared), barriers, jobs, alibis, key_tiles, places);
+  uint32* const kept_words = reinterpret_cast<uint32*>(shared + (tiles.kept - shared_address(shared)));
   if (threadIdx.x == 0) {
     tiles.init();
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
@@ -41,6 +45,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   const int role = same_in_warp(threadIdx.x / 128);
   if (role == 0) {
     give_registers<kSpec.copying_registers()>();
+    if constexpr (kSpec.dropout)
+      if (warp_index() >= 2) return decide_tiles<kSpec>(p, tiles, kept_words);
     if (warp_index() == 0) copy_tiles<kSpec>(p, tiles);
     if constexpr (kSpec.deterministic)
       if (threadIdx.x == 32) keep_order<kSpec>(p, tiles);
@@ -148,6 +154,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     const KeyTile& tile = tiles.key_tile();
     const int first_key = tile.first_key + 64 * group + warp_row();
     dk.scale_rows(s.scale, s.scale);
+    if constexpr (kSpec.dropout) dv.scale_rows(p.dropout.scale, p.dropout.scale);
     store<T, kSpec.access>(dk, head_of(p.dk, tile.batch, tile.head, s.seqlen_k, s.head_dim), first_key);
     store<T, kSpec.access>(dv, head_of(p.dv, tile.batch, tile.head, s.seqlen_k, s.head_dim_v), first_key);
     dk.clear(), dv.clear();
@@ -185,6 +192,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     if constexpr (kDeltaAhead)
 #pragma unroll
       for (int step = 0; step < kBlockQ / 16; ++step) deltas[step] = read_delta(step);
+    KeptFragment<Rows::kKeys, kBlockQ> kept;
+    if constexpr (kSpec.dropout)
+      kept.template read<kBlockK>(kept_words + tiles.queries().slot() * (Tiles::kKeptBytes / 4),
+                                  64 * group + warp_row(), 0);
     // The exponentials while dP^T is being made: the compiler moves them past its wait if there is no other.
     barrier_wait(tiles.ds_ring().empty(tiles.ds_ring().slot()), tiles.ds_ring().parity() ^ 1);
     wgmma_wait<0>();  // dP^T is there
@@ -198,10 +209,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       } else {
         prob.template operand<T>(prob_operand[step], step);
       }
+      if constexpr (kSpec.dropout)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) prob_operand[step][i] &= kept.blocks[step].pair(i);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        float& x = ds.x[2 * step + i / 4][i % 4];
-        x = prob.x[2 * step + i / 4][i % 4] * (x - (i < 4 ? i % 2 ? delta.y : delta.x : i % 2 ? delta.w : delta.z));
+        const int j = 2 * step + i / 4;
+        const float of_query = i < 4 ? i % 2 ? delta.y : delta.x : i % 2 ? delta.w : delta.z;
+        float& x = ds.x[j][i % 4];
+        if constexpr (kSpec.dropout)
+          x = prob.x[j][i % 4] * fmaf(kept.blocks[step].of(x, j, i % 4), p.dropout.scale, -of_query);
+        else
+          x = prob.x[j][i % 4] * (x - of_query);
       }
       ds.template operand<T>(ds_operand[step], step);
     }

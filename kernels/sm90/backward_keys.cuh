@@ -73,12 +73,14 @@ struct Side {
   __device__ __forceinline__ void pass_keys() {
     if constexpr (kKept > 0) wait_for_room(), arrive();
   }
-  template <class Get>
-  __device__ __forceinline__ void add_statistics(int row, Get get) {
+  // And whatever else `add` adds.
+  template <class Get, class Add>
+  __device__ __forceinline__ void add_statistics(int row, Get get, Add add) {
     const int lane = lane_index();
     const float x[2] = {get(row + lane), get(row + lane + 32)};
     wait_for_room();
     statistic()[lane] = x[0], statistic()[lane + 32] = x[1];
+    add();
     __syncwarp();
     arrive();
   }
@@ -221,6 +223,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
   char* const base = shared + (-shared_address(shared) & 1023);
   char* const handover_base = base + Queries::kBytes + Douts::kBytes;
   float* const statistics = reinterpret_cast<float*>(handover_base + Handover::kBytes);
+  // What dropout keeps, of each tile of q.
+  uint32* const words = reinterpret_cast<uint32*>(statistics + (kSpec.slots + kSpec.slots_dout) * kTile);
   uint64* const handover_barriers = barriers + Queries::kBarriers + Douts::kBarriers;
   Queries queries(shared_address(base), statistics, barriers);
   Douts douts(shared_address(base) + Queries::kBytes, statistics + kSpec.slots * kTile, barriers + Queries::kBarriers);
@@ -235,9 +239,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
   const Sizes& s = p.sizes;
   const Band band(s);
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
-  static_assert(!kSpec.dropout || !Change::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   Works works(p.keys, s, blockIdx.x, gridDim.x, false);
+  const auto kept_words = [&] { return words + queries.ring.slot() * Dropping::words(kTile, kTile); };
   const auto tiles_of_work = [&] {  // of queries, in each head of the group
     const int first_key = works.work.tile * kTile;
     return query_tiles_of(band, {first_key, min(first_key + kTile, s.seqlen_k) - 1}, kTile);
@@ -268,8 +272,13 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         for (int row = tiles.first * kTile; row <= tiles.last * kTile; row += kTile) {
           if (warp == 0) queries.copy_queries(p.q_map, row, head, work.batch);
           if (warp == 1) douts.copy_queries(p.dout_map, row, head, work.batch);
-          if (warp == 2) queries.add_statistics(row, lse);
-          if (warp == 3) douts.add_statistics(row, delta);
+          if (warp == 2)
+            queries.add_statistics(row, lse, [&] {
+              if constexpr (kSpec.dropout)
+                Dropping{p.dropout, work.batch, head}.template decide<kTile, kTile, 32>(kept_words(), row,
+                                                                                        work.tile * kTile);
+            });
+          if (warp == 3) douts.add_statistics(row, delta, [] {});
         }
       }
     }
@@ -286,7 +295,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       const Range tiles = tiles_of_work(), seen_by_all = queries_of_all(band, {first_key, first_key + kTile - 1});
       Accumulator<kSpec.head_dim_v> dv;
       dv.clear();
-      int tile = tiles.first, head = work.head * s.group;
+      int tile = tiles.first, head = work.head * s.group;  // for ALiBi
       float slope = 0.f;
       const auto weigh = [&](Accumulator<kTile>& prob, uint32(&weights)[kTile / 16][4]) {
         const int first_query = tile * kTile;
@@ -314,25 +323,22 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
             for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
           }
         }
-        if constexpr (kSpec.dropout)
-          Dropping{p.dropout, work.batch, head}.template mark<Rows::kKeys>(prob, first_key + warp_row, first_query);
+        KeptFragment<Rows::kKeys, kTile> kept;
+        if constexpr (kSpec.dropout) kept.template read<kTile>(kept_words(), warp_row, 0);
         if constexpr (kSpec.softcap) {
 #pragma unroll
           for (int step = 0; step < kTile / 16; ++step)
 #pragma unroll
             for (int i = 0; i < 4; ++i) weights[step][i] = rounded.prob[step][i];
+          if constexpr (kSpec.dropout) kept.mark(rounded.changed);
           handover.put(rounded.changed);  // the other warpgroup needs P for nothing else
         } else {
 #pragma unroll
           for (int step = 0; step < kTile / 16; ++step) prob.template operand<T>(weights[step], step);
+          if constexpr (kSpec.dropout) kept.mark(weights);
           handover.put(weights);
-          if constexpr (kSpec.dropout) {
-            Dropping::drop_marked(prob);
-#pragma unroll
-            for (int step = 0; step < kTile / 16; ++step) prob.template operand<T>(weights[step], step);
-            if (tile == tiles.last) ++head;
-          }
         }
+        if constexpr (kSpec.dropout) kept.drop(weights);
         tile = tile == tiles.last ? tiles.first : tile + 1;
       };
       const int count = (tiles.last - tiles.first + 1) * s.group;
@@ -347,7 +353,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       Accumulator<kSpec.head_dim> dk;
       dk.clear();
       const auto weigh = [&](Accumulator<kTile>& ds, uint32(&weights)[kTile / 16][4]) {
-        const Dropping dropping = {p.dropout};
         handover.wait();
 #pragma unroll
         for (int step = 0; step < kTile / 16; ++step) {
@@ -361,8 +366,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
             for (int i = 0; i < 2; ++i) {
               const float2 weight = prob[2 * half + i];
               float &x = ds.x[j][2 * i], &y = ds.x[j][2 * i + 1];
-              x = kSpec.dropout ? dropping.gradient(weight.x, x, delta.x) : weight.x * (x - delta.x);
-              y = kSpec.dropout ? dropping.gradient(weight.y, y, delta.y) : weight.y * (y - delta.y);
+              x = kSpec.dropout ? gradient_of_marked(weight.x, x, delta.x, p.dropout) : weight.x * (x - delta.x);
+              y = kSpec.dropout ? gradient_of_marked(weight.y, y, delta.y, p.dropout) : weight.y * (y - delta.y);
             }
           }
           ds.template operand<T>(weights[step], step);

@@ -2,6 +2,7 @@
 // that has them brought there, and the thread that keeps the order of a deterministic backward.
 #pragma once
 
+#include "core/dropout.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -29,6 +30,7 @@ struct alignas(8) Alibi {  // of a tile of queries and the present keys
 struct KeyTile {
   int first_key, head, batch;
 };
+using Place = KeyTile;  // of a tile of queries and the present keys, with the head of the queries
 
 // The gradients of keys that no query sees, by one warp.
 __device__ inline void clear_rows(const Matrix& m, int first, int count) {
@@ -45,24 +47,29 @@ struct BackwardTiles {  // in shared memory
   static constexpr int kKBytes = tile_bytes(kBlockK, kSpec.head_dim), kVBytes = tile_bytes(kBlockK, kSpec.head_dim_v);
   static constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ), kStatisticBytes = 8 * kBlockQ;
   static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 6;
+  static constexpr int kKeptBytes = 4 * Dropping::words(kBlockQ, kBlockK), kDecidingWarps = kSpec.dropout ? 2 : 0;
 
-  uint32 k, v, q, dout, ds, statistics, barriers;
+  uint32 k, v, q, dout, ds, statistics, kept, barriers;
   Job* jobs;
   Alibi* alibis;
   KeyTile* key_tiles;
+  Place* places;
   uint32 count = 0, key_count = 0;  // tiles so far, of queries and of keys
 
-  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, KeyTile* key_tiles)
+  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, KeyTile* key_tiles,
+                                           Place* places)
       : k(base),
         v(k + kSlots * kKBytes),
         q(v + kSlots * kVBytes),
         dout(q + kSpec.stages * kQBytes),
         ds(dout + kSpec.stages * kDoutBytes),
         statistics(ds + 2 * kDsBytes),
+        kept(statistics + kSpec.stages * kStatisticBytes),
         barriers(shared_address(barriers)),
         jobs(jobs),
         alibis(alibis),
-        key_tiles(key_tiles) {}
+        key_tiles(key_tiles),
+        places(places) {}
 
   __device__ __forceinline__ Ring<kSlots> keys() const { return Ring<kSlots>(barriers, key_count); }
   __device__ __forceinline__ Ring<kSlots> values() const { return Ring<kSlots>(barriers + 16 * kSlots, key_count); }
@@ -70,6 +77,7 @@ struct BackwardTiles {  // in shared memory
   __device__ __forceinline__ Ring<kSpec.stages> queries() const {
     return Ring<kSpec.stages>(barriers + 32 * kSlots, count);
   }
+  // With what dropout keeps.
   __device__ __forceinline__ Ring<kSpec.stages> douts() const {
     return Ring<kSpec.stages>(barriers + 32 * kSlots + 16 * kSpec.stages, count);
   }
@@ -83,6 +91,7 @@ struct BackwardTiles {  // in shared memory
   }
   __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[queries().slot(ahead)]; }
   __device__ __forceinline__ Alibi& alibi(int ahead = 0) const { return alibis[queries().slot(ahead)]; }
+  __device__ __forceinline__ Place& place() const { return places[queries().slot()]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
     ++count;
@@ -91,8 +100,8 @@ struct BackwardTiles {  // in shared memory
 
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = 4 * kSpec.groups;
-    keys().init(kWarps), values().init(kWarps), douts().init(kWarps);
-    queries().init(kWarps + (kSpec.deterministic ? 1 : 0));
+    keys().init(kWarps), values().init(kWarps), douts().init(kWarps, 1 + kDecidingWarps);
+    queries().init(kWarps + (kSpec.deterministic ? 1 : 0) + kDecidingWarps);
     ds_ring().init(kWarps, kWarps), adding().init(kWarps);
   }
 };
@@ -195,6 +204,29 @@ __device__ __forceinline__ void keep_order(const HopperBackwardParams& p, Backwa
   }
 }
 
+// Dropout: the warps that decide what is kept, while others copy and compute. `words`: of the tiles of dout.
+template <HopperBackwardSpec kSpec>
+__device__ __forceinline__ void decide_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles,
+                                             uint32* words) {
+  using Tiles = BackwardTiles<kSpec>;
+  while (true) {
+    const int slot = tiles.queries().slot();
+    tiles.queries().wait();
+    const bool ends = tiles.job().flags & Job::kEnd;
+    const int first_query = tiles.job().first_query;
+    const Place place = tiles.place();
+    __syncwarp();
+    tiles.queries().release();  // now, so that its place is not kept for long
+    if (ends) return;
+    barrier_wait(tiles.douts().empty(slot), tiles.douts().parity() ^ 1);
+    Dropping{p.dropout, place.batch, place.head}
+        .template decide<Tiles::kBlockQ, Tiles::kBlockK, 32 * Tiles::kDecidingWarps>(
+            words + slot * (Tiles::kKeptBytes / 4), first_query, place.first_key);
+    tiles.douts().fill();
+    tiles.advance(false);
+  }
+}
+
 // The warp that copies.
 template <HopperBackwardSpec kSpec>
 __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
@@ -239,6 +271,7 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
         tiles.job() = make_job<kSpec>(p, work, head, first, flags);
         if constexpr (kSpec.alibi)
           tiles.alibi() = {change.slope(work.batch, head), work.tile * kBlockK - p.score.diagonal - first};
+        if constexpr (kSpec.dropout) tiles.place() = {work.tile * kBlockK, head, work.batch};
         copy_queries(first, head, work.batch);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,

@@ -37,10 +37,12 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
   constexpr int kQSlot = kQBytes > kOutBytes ? kQBytes : kOutBytes, kSlot = kKBytes > kVBytes ? kKBytes : kVBytes;
   constexpr int kTeamBytes = kSpec.q_slots * kQSlot + kSpec.slots * kSlot;
-  constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots;
+  constexpr int kKeptSlots = kSpec.kept_slots(), kKeptWords = Dropping::words(64, kBlockK);
+  constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots + (kSpec.dropout ? 2 * kKeptSlots * kGroups : 0);
   constexpr bool kStaged = kSpec.staged();
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
+  static_assert(!kSpec.dropout || kWarpgroups <= 2, "two warps that copy nothing decide what is kept");
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[kTeams * kBarriers];
@@ -55,9 +57,17 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   Ring<kSpec.slots, kCluster> ring(barrier_base);  // K and V
   Ring<kSpec.q_slots> q_ring(barrier_base + 16 * kSpec.slots);
   const uint32 out_full = barrier_base + 16 * (kSpec.slots + kSpec.q_slots);  // out is where q was
+  using KeptRing = Ring<kKeptSlots>;                                          // what dropout keeps, of each group
+  const auto kept_ring_of = [&](int group) { return KeptRing(out_full + 8 * kSpec.q_slots + 16 * kKeptSlots * group); };
+  const auto kept_words = [&](int group, int slot) {
+    const uint32 behind = q_base + kTeamBytes - shared_address(shared);
+    return reinterpret_cast<uint32*>(shared + behind) + (group * kKeptSlots + slot) * kKeptWords;
+  };
   if (loads) {
     ring.init(4 * kGroups * kCluster), q_ring.init(kStaged ? 1 : 4);
     for (int i = 0; i < kSpec.q_slots; ++i) barrier_init(out_full + 8 * i, 4);
+    if constexpr (kSpec.dropout)
+      for (int group = 0; group < kGroups; ++group) kept_ring_of(group).init(4);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
   }
   if constexpr (kCluster > 1)
@@ -71,6 +81,12 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
+  const auto first_query_of = [&](const Work& work, int group) {
+    return work.tile * block_q + (rank * kGroups + group) * queries;
+  };
+  const auto tiles_of_group = [&](int first_query) {
+    return first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
+  };
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
   Works works(p.order, s, blockIdx.x / kCluster * kTeams + team, gridDim.x / kCluster * kTeams);
 
@@ -87,8 +103,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll 1
           for (int group = 0; group < kGroups; ++group) {
             const uint32 target = q_base + q_ring.slot() * kQSlot;
-            const int row = work.tile * block_q + (rank * kGroups + group) * queries;
-            copy_tile<64, kDim>(target, p.q, q_ring.acquire(q_bytes), row, head_q, work.batch);
+            copy_tile<64, kDim>(target, p.q, q_ring.acquire(q_bytes), first_query_of(work, group), head_q, work.batch);
             q_ring.advance();
           }
         };
@@ -115,13 +130,30 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
           barrier_wait(out_full + 8 * q_ring.slot(), q_ring.parity());
-          store_tile<64, kDimV>(p.out_map, q_base + q_ring.slot() * kQSlot,
-                                works.work.tile * block_q + (rank * kGroups + group) * queries, head_of_q(works.work),
-                                works.work.batch);
+          store_tile<64, kDimV>(p.out_map, q_base + q_ring.slot() * kQSlot, first_query_of(works.work, group),
+                                head_of_q(works.work), works.work.batch);
           wait_for_stores();
           barrier_arrive(q_ring.empty(q_ring.slot()));
           q_ring.advance();
         }
+    } else if (kSpec.dropout && copier >= 2 && copier - 2 < kGroups) {
+      const int group = copier - 2;
+      KeptRing kept_ring = kept_ring_of(group);
+      // Of their own: what all roles share would find no place in the registers of these.
+      Works mine(p.order, s, opaque(blockIdx.x) / kCluster, gridDim.x / kCluster);
+      for (; mine.left(); mine.next()) {
+        const Work& work = mine.work;
+        const int first_query = first_query_of(work, group);
+        const Range tiles = tiles_of_group(first_query);
+#pragma unroll 1
+        for (int tile = tiles.last; tile >= tiles.first; --tile) {
+          barrier_wait(kept_ring.empty(kept_ring.slot()), kept_ring.parity() ^ 1);
+          Dropping{p.dropout, work.batch, work.head}.template decide<64, kBlockK, 32>(
+              kept_words(group, kept_ring.slot()), first_query, tile * kBlockK);
+          kept_ring.fill();
+          kept_ring.advance();
+        }
+      }
     }
     return;
   }
@@ -134,6 +166,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   Accumulator<kDimV> out[1];
   Accumulator<kBlockK> scores[1];
   uint32 weights[kBlockK / 16][4];  // the 16-bit scores, as left operand
+  KeptRing kept_ring = kept_ring_of(group);
+  KeptFragment<Rows::kQueries, kBlockK> kept;
   OnlineSoftmax<1> softmax;
   int first_query;  // of the group
   Range seen_by_all = {};
@@ -174,13 +208,18 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       factor[0] = by[0][0], factor[1] = by[0][1];
       raised = true;
     });
-    if constexpr (kSpec.dropout)
-      Dropping{p.dropout, works.work.batch, works.work.head}.drop(scores[0], first_query + warp_row, first_key);
+    if constexpr (kSpec.dropout) {
+      kept_ring.wait();
+      kept.template read<kBlockK>(kept_words(group, kept_ring.slot()), warp_row, 0);
+      __syncwarp();
+      kept_ring.release(), kept_ring.advance();
+    }
     return raised;
   };
   const auto round_weights = [&] {
 #pragma unroll
     for (int step = 0; step < kBlockK / 16; ++step) scores[0].template operand<T>(weights[step], step);
+    if constexpr (kSpec.dropout) kept.drop(weights);
   };
   const auto finish = [&](const Work& work) {  // out and lse
     const int slot = q_ring.slot(group);
@@ -223,10 +262,10 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll 1
   while (works.left()) {
     const Work work = works.work;
-    first_query = work.tile * block_q + (rank * kGroups + group) * queries;
+    first_query = first_query_of(work, group);
     seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
-    const Range own = first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
+    const Range own = tiles_of_group(first_query);
     const int before = tiles.last - own.last,
               after = own.first - tiles.first;  // tiles of others, from the last one down
     softmax = {};

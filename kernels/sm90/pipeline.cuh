@@ -30,6 +30,11 @@ struct Ring {
     barrier_expect(full(slot()), bytes);
     return full(slot());
   }
+  // A warp that has stored its part, or all of it, itself.
+  __device__ __forceinline__ void fill() const {
+    __syncwarp();
+    if (opaque(threadIdx.x) % 32 == 0) barrier_arrive(full(slot()));
+  }
   // Consumer. Warps of a group may finish a product at different times: each releases what it has read.
   __device__ __forceinline__ void wait(int ahead = 0) const { barrier_wait(full(slot(ahead)), parity(ahead)); }
   __device__ __forceinline__ void release(int ahead = 0) const {
