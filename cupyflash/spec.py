@@ -198,8 +198,7 @@ class HopperKeysSpec(Spec):
         keys = max(0, d - 64 * self.kept) + max(0, dv - 64 * self.kept)
         tiles = self.slots * d + self.slots_dout * dv
         handover, statistics = 2 * 2 * 64 * 64, 4 * 64 * (self.slots + self.slots_dout)
-        kept = self.dropout * self.slots * 64 * 64 // 8
-        return 2 * 64 * (keys + tiles) + handover + statistics + kept + 1024
+        return 2 * 64 * (keys + tiles) + handover + statistics + 1024
 
 
 @dataclass(frozen=True)
@@ -219,8 +218,7 @@ class HopperQueriesSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        kept = self.dropout * self.slots_v * 128 * 64 // 8
-        return 2 * 64 * ((2 + self.slots) * self.head_dim + (2 + self.slots_v) * self.head_dim_v) + kept + 1024
+        return 2 * 64 * ((2 + self.slots) * self.head_dim + (2 + self.slots_v) * self.head_dim_v) + 1024
 
 
 @dataclass(frozen=True)

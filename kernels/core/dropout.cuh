@@ -76,9 +76,7 @@ struct Dropping {  // from one head
       words[i] = word(first_query / 2 + i / 8 / kBlocks * 8, first_key / 2 + i / 8 % kBlocks * 8 + i % 8);
   }
 
- private:
-  static constexpr int kCalls = 8, kUsual = 3;  // 12 bits decide 1024 comparisons, those of a warp, three times of four
-
+  // That of a stream of a row of blocks; both are as the counter has them.
   __device__ __forceinline__ uint32 word(uint32 block, uint32 stream) const {
     Comparison comparison;
     // 0, which the compiler does not know: else the keys of all rounds stay in registers that are not there.
@@ -95,6 +93,9 @@ struct Dropping {  // from one head
       call(n);
     return ~comparison.less;
   }
+
+ private:
+  static constexpr int kCalls = 8, kUsual = 3;  // 12 bits decide 1024 comparisons, those of a warp, three times of four
 };
 
 enum class Rows { kQueries, kKeys };
@@ -107,10 +108,16 @@ struct Kept {
   // `words`: of a tile with kKeys keys; the block begins at (query, key) of it, multiples of 16.
   template <int kKeys>
   __device__ __forceinline__ static Kept of(const uint32* words, int query, int key) {
+    return {words[query / 2 * (kKeys / 16) + key / 2 + stream()] << shift()};
+  }
+  // This lane's word of the block, and how far to shift it.
+  __device__ __forceinline__ static int stream() {
     const int lane = lane_index();
-    const int word = kRows == Rows::kQueries ? lane / 8 * 2 + lane / 2 % 2 : lane % 4 * 2 + lane / 16;
-    const int shift = kRows == Rows::kQueries ? lane % 2 * 4 + lane / 4 % 2 * 2 : lane / 8 % 2 * 4 + lane / 4 % 2;
-    return {words[query / 2 * (kKeys / 16) + key / 2 + word] << shift};
+    return kRows == Rows::kQueries ? lane / 8 * 2 + lane / 2 % 2 : lane % 4 * 2 + lane / 16;
+  }
+  __device__ __forceinline__ static int shift() {
+    const int lane = lane_index();
+    return kRows == Rows::kQueries ? lane % 2 * 4 + lane / 4 % 2 * 2 : lane / 8 % 2 * 4 + lane / 4 % 2;
   }
   // Of an operand a[i] of these columns: ones where it is kept.
   __device__ __forceinline__ uint32 pair(int i) const {
@@ -143,6 +150,16 @@ struct KeptFragment {
       const int key = kRows == Rows::kQueries ? col + 16 * step : row;
       blocks[step] = Kept<kRows>::template of<kKeys>(words, query, key);
     }
+  }
+  // By the warp itself: each lane makes one word.
+  __device__ __forceinline__ void decide(const Dropping& dropping, int row, int col) {
+    static_assert(kCols == 64, "a word for each lane");
+    const int block = col + lane_index() / 8 * 16, stream = lane_index() % 8;
+    const uint32 word = kRows == Rows::kQueries ? dropping.word(row / 2, block / 2 + stream)
+                                                : dropping.word(block / 2, row / 2 + stream);
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+      blocks[step].even = __shfl_sync(kFullWarp, word, 8 * step + Kept<kRows>::stream()) << Kept<kRows>::shift();
   }
   // What is dropped becomes 0.
   __device__ __forceinline__ void drop(Accumulator<kCols>& x) const {

@@ -88,7 +88,7 @@ struct HopperKeysSpec {      // of the kernel of dk and dv
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return dropout ? 32 : 24; }
+  __device__ constexpr int copying_registers() const { return 24; }
 };
 
 struct HopperQueriesSpec {   // of the kernel of dq
@@ -99,7 +99,7 @@ struct HopperQueriesSpec {   // of the kernel of dq
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return dropout ? 32 : 24; }
+  __device__ constexpr int copying_registers() const { return 24; }
 };
 
 struct SinkSpec {  // of the kernel of dsink

@@ -58,8 +58,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   const Change change = {p.score, s};
   const int group = role - 1;
   const auto warp_row = [] { return int(opaque(threadIdx.x) / 32 % 4 * 16); };
-  const Turns<kGroups> turns = {group, 1};
-  turns.open();
+  const auto turns = [&] {  // with dropout, no register is left for the group
+    return Turns<kGroups>{kSpec.dropout ? int(opaque(threadIdx.x) / 128) - 1 : group, 1};
+  };
+  turns().open();
   Accumulator<kDim> dk;
   Accumulator<kDimV> dv;
   Accumulator<kBlockQ> prob, ds;
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
   // The narrow stores have no registers left for lse; softcap with 128 queries none for delta.
-  constexpr bool kReadsAhead = kSpec.access == 16, kDeltaAhead = !(kSpec.softcap && kBlockQ == 128);
+  constexpr bool kReadsAhead = kSpec.access == 16, kDeltaAhead = !((kSpec.softcap || kSpec.dropout) && kBlockQ == 128);
   constexpr int kPart = kSpec.access == 16 && !(kSpec.softcap && kSpec.alibi) ? 2 : 1;
   // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
   const uint32 zero = s.group < 0;
@@ -192,10 +194,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     if constexpr (kDeltaAhead)
 #pragma unroll
       for (int step = 0; step < kBlockQ / 16; ++step) deltas[step] = read_delta(step);
-    KeptFragment<Rows::kKeys, kBlockQ> kept;
-    if constexpr (kSpec.dropout)
-      kept.template read<kBlockK>(kept_words + tiles.queries().slot() * (Tiles::kKeptBytes / 4),
-                                  64 * group + warp_row(), 0);
     // The exponentials while dP^T is being made: the compiler moves them past its wait if there is no other.
     barrier_wait(tiles.ds_ring().empty(tiles.ds_ring().slot()), tiles.ds_ring().parity() ^ 1);
     wgmma_wait<0>();  // dP^T is there
@@ -209,16 +207,20 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       } else {
         prob.template operand<T>(prob_operand[step], step);
       }
-      if constexpr (kSpec.dropout)
+      Kept<Rows::kKeys> kept;
+      if constexpr (kSpec.dropout) {
+        const uint32* const words = kept_words + tiles.queries().slot() * (Tiles::kKeptBytes / 4);
+        kept = Kept<Rows::kKeys>::template of<kBlockK>(words, 16 * step, 64 * group + warp_row());
 #pragma unroll
-        for (int i = 0; i < 4; ++i) prob_operand[step][i] &= kept.blocks[step].pair(i);
+        for (int i = 0; i < 4; ++i) prob_operand[step][i] &= kept.pair(i);
+      }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int j = 2 * step + i / 4;
         const float of_query = i < 4 ? i % 2 ? delta.y : delta.x : i % 2 ? delta.w : delta.z;
         float& x = ds.x[j][i % 4];
         if constexpr (kSpec.dropout)
-          x = prob.x[j][i % 4] * fmaf(kept.blocks[step].of(x, j, i % 4), p.dropout.scale, -of_query);
+          x = prob.x[j][i % 4] * fmaf(kept.of(x, j, i % 4), p.dropout.scale, -of_query);
         else
           x = prob.x[j][i % 4] * (x - of_query);
       }
@@ -255,7 +257,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       // dS of all groups, for dq; before the turn, not to hold it while waiting.
       if (!first) tiles.ds_ring().wait(-1);
 
-      turns.wait();
+      turns().wait();
       issue_dv();
       // Of the tile before; where there is none, the product of whatever is there goes nowhere.
       issue_dq(-1, keys_end ? -1 : 0);
@@ -274,7 +276,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       if constexpr (kReadsAhead) read_lse(1, 0, kBlockQ / 32);
       if (goes_on) tiles.keys().wait(1);
       issue_scores(1, goes_on);
-      turns.pass_on();
+      turns().pass_on();
       if (!first) add_dq(part_to_add, -1);
       if (goes_on) {
         wgmma_wait<0>();
@@ -289,7 +291,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       issue_ds(1, goes_on);
       tiles.advance(last);
     }
-    turns.pass_on();
+    turns().pass_on();
     if (!(flags & Job::kFirst)) add_dq(part_before, -1);
     wgmma_wait<0>();
     tiles.ds_ring().wait();
@@ -301,7 +303,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     tiles.ds_ring().release(), tiles.keys().release();
     tiles.advance(true);
   }
-  turns.close();
+  turns().close();
 }
 
 }  // namespace cupyflash

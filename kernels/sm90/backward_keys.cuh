@@ -73,14 +73,12 @@ struct Side {
   __device__ __forceinline__ void pass_keys() {
     if constexpr (kKept > 0) wait_for_room(), arrive();
   }
-  // And whatever else `add` adds.
-  template <class Get, class Add>
-  __device__ __forceinline__ void add_statistics(int row, Get get, Add add) {
+  template <class Get>
+  __device__ __forceinline__ void add_statistics(int row, Get get) {
     const int lane = lane_index();
     const float x[2] = {get(row + lane), get(row + lane + 32)};
     wait_for_room();
     statistic()[lane] = x[0], statistic()[lane + 32] = x[1];
-    add();
     __syncwarp();
     arrive();
   }
@@ -223,8 +221,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
   char* const base = shared + (-shared_address(shared) & 1023);
   char* const handover_base = base + Queries::kBytes + Douts::kBytes;
   float* const statistics = reinterpret_cast<float*>(handover_base + Handover::kBytes);
-  // What dropout keeps, of each tile of q.
-  uint32* const words = reinterpret_cast<uint32*>(statistics + (kSpec.slots + kSpec.slots_dout) * kTile);
   uint64* const handover_barriers = barriers + Queries::kBarriers + Douts::kBarriers;
   Queries queries(shared_address(base), statistics, barriers);
   Douts douts(shared_address(base) + Queries::kBytes, statistics + kSpec.slots * kTile, barriers + Queries::kBarriers);
@@ -241,7 +237,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
   const Change change = {p.score, s};
   Works works(p.keys, s, blockIdx.x, gridDim.x, false);
-  const auto kept_words = [&] { return words + queries.ring.slot() * Dropping::words(kTile, kTile); };
   const auto tiles_of_work = [&] {  // of queries, in each head of the group
     const int first_key = works.work.tile * kTile;
     return query_tiles_of(band, {first_key, min(first_key + kTile, s.seqlen_k) - 1}, kTile);
@@ -272,13 +267,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         for (int row = tiles.first * kTile; row <= tiles.last * kTile; row += kTile) {
           if (warp == 0) queries.copy_queries(p.q_map, row, head, work.batch);
           if (warp == 1) douts.copy_queries(p.dout_map, row, head, work.batch);
-          if (warp == 2)
-            queries.add_statistics(row, lse, [&] {
-              if constexpr (kSpec.dropout)
-                Dropping{p.dropout, work.batch, head}.template decide<kTile, kTile, 32>(kept_words(), row,
-                                                                                        work.tile * kTile);
-            });
-          if (warp == 3) douts.add_statistics(row, delta, [] {});
+          if (warp == 2) queries.add_statistics(row, lse);
+          if (warp == 3) douts.add_statistics(row, delta);
         }
       }
     }
@@ -295,7 +285,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       const Range tiles = tiles_of_work(), seen_by_all = queries_of_all(band, {first_key, first_key + kTile - 1});
       Accumulator<kSpec.head_dim_v> dv;
       dv.clear();
-      int tile = tiles.first, head = work.head * s.group;  // for ALiBi
+      int tile = tiles.first, head = work.head * s.group;
       float slope = 0.f;
       const auto weigh = [&](Accumulator<kTile>& prob, uint32(&weights)[kTile / 16][4]) {
         const int first_query = tile * kTile;
@@ -306,7 +296,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         };
         Weights<kTile> rounded;
         if constexpr (Change::kAny) {
-          if (kSpec.alibi && tile == tiles.first) slope = change.slope(work.batch, head++);
+          if (kSpec.alibi && tile == tiles.first) slope = change.slope(work.batch, kSpec.dropout ? head : head++);
           const Slant slant = change.slant(
               first_query, [&](int half) { return first_key + warp_row + prob.row(half) - p.score.diagonal; },
               [&](int) { return slope; });
@@ -324,7 +314,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
           }
         }
         KeptFragment<Rows::kKeys, kTile> kept;
-        if constexpr (kSpec.dropout) kept.template read<kTile>(kept_words(), warp_row, 0);
+        if constexpr (kSpec.dropout) kept.decide({p.dropout, work.batch, head}, first_key + warp_row, first_query);
         if constexpr (kSpec.softcap) {
 #pragma unroll
           for (int step = 0; step < kTile / 16; ++step)
@@ -339,6 +329,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
           handover.put(weights);
         }
         if constexpr (kSpec.dropout) kept.drop(weights);
+        if (kSpec.dropout && tile == tiles.last) ++head;
         tile = tile == tiles.last ? tiles.first : tile + 1;
       };
       const int count = (tiles.last - tiles.first + 1) * s.group;

@@ -24,22 +24,16 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   constexpr int kSlots = kSpec.slots, kSlotsV = kSpec.slots_v;
 
   extern __shared__ __align__(1024) char shared[];
-  constexpr int kKeptWords = Dropping::words(kBlockQ, kBlockK), kDecidingWarps = kSpec.dropout ? 2 : 0;
   __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV)];
   const uint32 q_base = first_tile(shared), dout_base = q_base + kGroups * kQBytes;
   const uint32 k_base = dout_base + kGroups * kDoutBytes, v_base = k_base + kSlots * kKBytes;
   Ring<1> q_ring(shared_address(barriers)), dout_ring(shared_address(barriers + 2));
   Ring<kSlots> k_ring(shared_address(barriers + 4));
-  Ring<kSlotsV> v_ring(shared_address(barriers + 4 + 2 * kSlots));  // with what dropout keeps
-  const auto kept_words = [&] {
-    const uint32 behind = v_base + kSlotsV * kVBytes - shared_address(shared);
-    return reinterpret_cast<uint32*>(shared + behind) + v_ring.slot() * kKeptWords;
-  };
+  Ring<kSlotsV> v_ring(shared_address(barriers + 4 + 2 * kSlots));
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   const bool copies = warpgroup == kGroups;
   if (threadIdx.x == 0) {
-    q_ring.init(4 * kGroups), dout_ring.init(4 * kGroups), k_ring.init(4 * kGroups);
-    v_ring.init(4 * kGroups, 1 + kDecidingWarps);
+    q_ring.init(4 * kGroups), dout_ring.init(4 * kGroups), k_ring.init(4 * kGroups), v_ring.init(4 * kGroups);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
   }
   __syncthreads();
@@ -53,26 +47,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
 
   if (copies) {
     give_registers<kSpec.copying_registers()>();
-    const int thread = threadIdx.x % 128;
-    if constexpr (kSpec.dropout) {
-      if (thread >= 64) {
-        Works mine(p.queries, s, opaque(blockIdx.x), gridDim.x, true);
-        for (; mine.left(); mine.next()) {
-          const Work& work = mine.work;
-          const int first_query = work.tile * kBlockQ;
-          const Range tiles = tiles_of(band, first_query, kBlockQ, kBlockK);
-#pragma unroll 1
-          for (int tile = tiles.first; tile <= tiles.last; ++tile) {
-            barrier_wait(v_ring.empty(v_ring.slot()), v_ring.parity() ^ 1);
-            Dropping{p.dropout, work.batch, work.head}.template decide<kBlockQ, kBlockK, 32 * kDecidingWarps>(
-                kept_words(), first_query, tile * kBlockK);
-            v_ring.fill();
-            v_ring.advance();
-          }
-        }
-      }
-    }
-    if (thread > 0) return;
+    if (threadIdx.x % 128 > 0) return;
     prefetch_map(p.q_map), prefetch_map(p.k_map), prefetch_map(p.v_map), prefetch_map(p.dout_map);
     for (; works.left(); works.next()) {
       const Work& work = works.work;
@@ -157,6 +132,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
 #pragma unroll
         for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, -lse[i / 2]));
     }
+    if constexpr (kSpec.dropout)
+      kept.decide({p.dropout, works.work.batch, works.work.head}, first_query + warp_row, first_key);
   };
   const auto weigh = [&] {  // dP -> dS
 #pragma unroll
@@ -184,10 +161,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
     else
       k_ring.wait(1);
     wgmma_wait<0>();
-    if constexpr (kSpec.dropout) {
-      kept.template read<kBlockK>(kept_words(), 64 * warpgroup + warp_row, 0);
-      __syncwarp();
-    }
     v_ring.release();
     v_ring.advance();
     weigh();

@@ -222,6 +222,7 @@ __device__ __forceinline__ void decide_tiles(const HopperBackwardParams& p, Back
     Dropping{p.dropout, place.batch, place.head}
         .template decide<Tiles::kBlockQ, Tiles::kBlockK, 32 * Tiles::kDecidingWarps>(
             words + slot * (Tiles::kKeptBytes / 4), first_query, place.first_key);
+    tiles.count = opaque(tiles.count);  // or where its slot begins stays in a register that is not there
     tiles.douts().fill();
     tiles.advance(false);
   }
