@@ -11,8 +11,8 @@ tile, in any order. ``kernels/core/dropout.cuh`` computes the same.
   of the stream. Bit 3 of the query and bit 3 of the key say the byte of a word, then bit 1 of the key, bit 0 of the
   query and bit 0 of the key the bit, from the highest one down: a lane of the tensor cores' fragments finds its 8
   weights of a block in one word, in those of S and of its transpose alike.
-* The counter is ``(8 * (query // 16) + call, 8 * (key // 16) + stream, head, batch)`` and the key is the seed, its lower
-  32 bits first. Each call makes 4 words of a stream.
+* The counter is ``(8 * (query // 16) + call, 8 * (key // 16) + stream, head, batch)`` and the key is the seed, its
+  lower 32 bits first. Each call makes 4 words of a stream.
 
 7 rounds are the fewest with which Philox 4x32 passes all of TestU01's BigCrush [1]_; 10, its authors' default and that
 of most libraries, add a margin that no statistic of a mask can tell, and cost two fifths more.

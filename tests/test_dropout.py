@@ -21,6 +21,7 @@ from cupyflash.problem import Problem
 LENGTHS = (1, 15, 17, 64, 130, 300)
 HEAD_DIMS = [(40, 40), (64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (64, 40), (16, 256)]
 SEED = 0x9E3779B97F4A7C15  # beyond 63 bits
+KEY = SEED & 0xFFFFFFFF, SEED >> 32
 
 
 def mask_of(q, k, dropout, seed):
@@ -63,21 +64,100 @@ def test_known_answers_of_the_kernels():
     """The compiler computes Philox of core/dropout.cuh for counters of all sizes; NumPy gives the same."""
     lines = []
     for counter in ((0, 0, 0, 0), (1, 2, 3, 4), (2**29 - 1, 2**29 - 1, 2**32 - 1, 2**32 - 1), (9, 0, 70000, 2**31)):
-        expected = philox([np.array([n], np.uint64) for n in counter], (SEED & 0xFFFFFFFF, SEED >> 32))
-        made = f"cupyflash::Philox({', '.join(f'{n}u' for n in counter)}, {SEED}ull)"
+        expected = philox([np.array([n], np.uint64) for n in counter], KEY)
+        made = f"cupyflash::Philox({', '.join(f'{n}u' for n in (*counter, *KEY))})"
         lines += [f"static_assert({made}.x[{i}] == {int(word[0])}u);" for i, word in enumerate(expected)]
     tools.nvrtc_compile(compiler.source("core/dropout.cuh") + "\n".join(lines), (), "sm_90")
 
 
-def test_mask_by_its_definition():
-    dropout, shape = 0.3, (2, 3, 40, 70)
-    mask = cupyflash.dropout_mask(*shape, dropout=dropout, seed=SEED)
-    assert mask.shape == shape and mask.dtype == bool
-    for b, h, i, j in np.ndindex(shape):
-        if (b, h) in ((0, 0), (1, 2)):
-            counter = [np.array([n], np.uint64) for n in (i // 16 * 8 + i % 8, j // 16 * 8 + j % 8, h, b)]
-            word = philox(counter, (SEED & 0xFFFFFFFF, SEED >> 32))[i // 8 % 2 * 2 + j // 8 % 2]
-            assert mask[b, h, i, j] == (int(word[0]) >= round(dropout * 2**32))
+def place(query, key):
+    """The stream that the number of a weight is in, and which bit of each word."""
+
+    def bits(x, *which):
+        return sum((x >> n & 1) << i for i, n in enumerate(reversed(which)))
+
+    stream = 2 * bits(query, 2, 1) + bits(key, 2)
+    byte = 2 * bits(query, 3) + bits(key, 3)
+    return stream, 8 * byte + 7 - (4 * bits(key, 1) + 2 * bits(query, 0) + bits(key, 0))
+
+
+def number(batch, head, query, key):
+    """Of 32 bits, of a weight, with the seed SEED: bit by bit."""
+    stream, bit = place(query, key)
+    counters = [(8 * (query // 16) + call, 8 * (key // 16) + stream, head, batch) for call in range(8)]
+    words = [int(word[0]) for c in counters for word in philox([np.array([n], np.uint64) for n in c], KEY)]
+    return sum((word >> bit & 1) << 31 - n for n, word in enumerate(words))
+
+
+SHAPE = (2, 3, 40, 70)
+NUMBERS = {(b, h, i, j): number(b, h, i, j) for b, h, i, j in np.ndindex(SHAPE) if b + h in (0, 3) and (i + j) % 7 == 0}
+
+
+@pytest.mark.parametrize("dropout", [2**-32, 0.1, 0.3, 0.5, 1 - 2**-32])
+def test_mask_by_its_definition(dropout):
+    mask = cupyflash.dropout_mask(*SHAPE, dropout=dropout, seed=SEED)
+    assert mask.shape == SHAPE and mask.dtype == bool
+    for index, number_of_it in NUMBERS.items():
+        assert mask[index] == (number_of_it >= round(dropout * 2**32)), index
+
+
+def test_all_32_bits_decide():
+    """A weight is kept at its own number and dropped at the next one, wherever the two differ."""
+    for index, threshold in list(NUMBERS.items())[::50]:
+        for more in (0, 1):
+            mask = cupyflash.dropout_mask(*SHAPE, dropout=(threshold + more) / 2**32, seed=SEED)
+            assert mask[index] == (not more), index
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("threshold", [1, 2**31, 2**32 - 1, 429496730, 0xFFFF0000, 0x0000FFFF, 0xA5A5A5A5])
+def test_words_of_the_kernels(threshold):
+    """The compiler makes the words of two blocks, four bits after four; NumPy's mask has the same bits."""
+    batch, head, lines = 3, 2, []
+    for query, key in ((16, 48), (2**29 - 16, 32)):
+        block = kept(
+            np, threshold / 2**32, SEED, *(range(n, n + m) for n, m in zip((batch, head, query, key), (1, 1, 16, 16)))
+        )
+        words = [0] * 8
+        for i, j in np.ndindex(16, 16):
+            stream, bit = place(i, j)
+            words[stream] |= int(block[0, 0, i, j]) << bit
+        arguments = [f"{query // 2}u, {key // 2 + stream}u, {threshold}u" for stream in range(8)]
+        lines += [f"static_assert(word({given}) == {word}u);" for given, word in zip(arguments, words)]
+    code = f"""
+    __device__ constexpr unsigned word(unsigned block, unsigned stream, unsigned threshold) {{
+      cupyflash::Comparison comparison;
+      for (int n = 0; n < 8; ++n)
+        comparison.go_on(cupyflash::Philox(block + n, stream, {head}, {batch}, {KEY[0]}u, {KEY[1]}u).x, threshold, n);
+      return ~comparison.less;
+    }}
+    """
+    tools.nvrtc_compile(compiler.source("core/dropout.cuh") + code + "\n".join(lines), (), "sm_90")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("rows", ["kQueries", "kKeys"])
+def test_lanes_find_their_weights(rows):
+    """Each lane of a fragment, of S and of its transpose, looks at the bit that its weight has."""
+    places = [32 * stream + bit for stream, bit in (place(i, j) for i in range(16) for j in range(16))]
+    code = f"""
+    __device__ constexpr bool finds() {{
+      using namespace cupyflash;
+      using Kept = Kept<Rows::{rows}>;
+      constexpr int places[16][16] = {{{", ".join(map(str, places))}}};
+      for (int lane = 0; lane < 32; ++lane)
+        for (int j = 0; j < 2; ++j)
+          for (int i = 0; i < 4; ++i) {{
+            const int row = lane / 4 + 8 * (i / 2), col = 8 * j + 2 * (lane % 4) + i % 2;  // core/fragment.cuh
+            const int bit = 8 * Kept::byte_of(j, i / 2) + 7 - i % 2 * Kept::kNext - Kept::shift(lane);
+            const int expected = Rows::{rows} == Rows::kQueries ? places[row][col] : places[col][row];
+            if (32 * Kept::stream(lane) + bit != expected) return false;
+          }}
+      return true;
+    }}
+    static_assert(finds());
+    """
+    tools.nvrtc_compile(compiler.source("core/dropout.cuh") + code, (), "sm_90")
 
 
 def test_first_part_of_a_larger_mask():
@@ -135,13 +215,23 @@ def test_neighbours_are_independent(dropout):
         assert abs(correlation(mask[0, 0], other[0, 0])) < 5, seed
 
 
-def test_weights_of_a_counter_are_independent():
-    """All 16 patterns of the four come equally often."""
-    mask = cupyflash.dropout_mask(1, 1, 1024, 1024, dropout=0.5, seed=8)[0, 0]
-    a, b, c, d = (mask.reshape(64, 2, 8, 64, 2, 8)[:, i, :, :, j].ravel() for i in (0, 1) for j in (0, 1))
-    counts = np.bincount(8 * a + 4 * b + 2 * c + d, minlength=16)
-    expected = a.size / 16
-    assert ((counts - expected) ** 2 / expected).sum() < 50  # chi squared of 15 degrees: 1 in 90 000 is beyond
+@pytest.mark.parametrize("dropout", [0.1, 0.5])
+def test_weights_of_a_block_are_independent(dropout):
+    """Those that share their words, and those of its other streams: all pairs of the 256."""
+    mask = cupyflash.dropout_mask(1, 1, 2048, 2048, dropout=dropout, seed=8)[0, 0].astype(np.float32)
+    blocks = mask.reshape(128, 16, 128, 16).transpose(1, 3, 0, 2).reshape(256, -1)
+    pairs = np.corrcoef(blocks)[np.triu_indices(256, 1)] * math.sqrt(blocks.shape[1])
+    assert abs(pairs).max() < 5.5  # one of 32 640: 1 in 800 is beyond
+    assert abs(pairs.var() - 1) < 5 * math.sqrt(2 / pairs.size)
+
+
+def test_patterns_of_a_word():
+    """All 256 of the weights of a byte of it, which one comparison decides, come equally often."""
+    mask = cupyflash.dropout_mask(1, 1, 2048, 2048, dropout=0.5, seed=8)[0, 0]
+    bits = mask.reshape(512, 4, 512, 4)[:, :2].transpose(1, 3, 0, 2).reshape(8, -1)
+    counts = np.bincount(np.packbits(bits, axis=0)[0], minlength=256)
+    expected = bits.shape[1] / 256
+    assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 5 * math.sqrt(2 * 255)
 
 
 def test_sums_of_rows_and_columns():

@@ -103,21 +103,24 @@ enum class Rows { kQueries, kKeys };
 // What is kept of a block of 16 x 16, of the weights that a lane holds of it.
 template <Rows kRows>
 struct Kept {
-  uint32 even;  // the sign of each byte tells of one column, that of the bit `kNext` further down of the next one
+  static constexpr int kNext = kRows == Rows::kQueries ? 1 : 2;
+  uint32 even;  // the sign of each byte tells of one column, the bit `kNext` further down of the next one
 
   // `words`: of a tile with kKeys keys; the block begins at (query, key) of it, multiples of 16.
   template <int kKeys>
   __device__ __forceinline__ static Kept of(const uint32* words, int query, int key) {
-    return {words[query / 2 * (kKeys / 16) + key / 2 + stream()] << shift()};
-  }
-  // This lane's word of the block, and how far to shift it.
-  __device__ __forceinline__ static int stream() {
     const int lane = lane_index();
+    return {words[query / 2 * (kKeys / 16) + key / 2 + stream(lane)] << shift(lane)};
+  }
+  // The word of a lane, of the block, and how far it is to be shifted.
+  __device__ __forceinline__ static constexpr int stream(int lane) {
     return kRows == Rows::kQueries ? lane / 8 * 2 + lane / 2 % 2 : lane % 4 * 2 + lane / 16;
   }
-  __device__ __forceinline__ static int shift() {
-    const int lane = lane_index();
+  __device__ __forceinline__ static constexpr int shift(int lane) {
     return kRows == Rows::kQueries ? lane % 2 * 4 + lane / 4 % 2 * 2 : lane / 8 % 2 * 4 + lane / 4 % 2;
+  }
+  __device__ __forceinline__ static constexpr uint32 byte_of(int col_half, int row_half) {
+    return kRows == Rows::kQueries ? 2 * row_half + col_half : 2 * col_half + row_half;
   }
   // Of an operand a[i] of these columns: ones where it is kept.
   __device__ __forceinline__ uint32 pair(int i) const {
@@ -128,12 +131,6 @@ struct Kept {
   __device__ __forceinline__ float of(float x, int j, int i) const {
     const uint32 word = i % 2 ? even << kNext : even;
     return __uint_as_float(__float_as_uint(x) & spread_signs(word, word, 0x1111 * (8 + byte_of(j % 2, i / 2))));
-  }
-
- private:
-  static constexpr int kNext = kRows == Rows::kQueries ? 1 : 2;
-  __device__ __forceinline__ static constexpr uint32 byte_of(int col_half, int row_half) {
-    return kRows == Rows::kQueries ? 2 * row_half + col_half : 2 * col_half + row_half;
   }
 };
 
@@ -154,12 +151,13 @@ struct KeptFragment {
   // By the warp itself: each lane makes one word.
   __device__ __forceinline__ void decide(const Dropping& dropping, int row, int col) {
     static_assert(kCols == 64, "a word for each lane");
-    const int block = col + lane_index() / 8 * 16, stream = lane_index() % 8;
+    const int lane = lane_index(), block = col + lane / 8 * 16, stream = lane % 8;
     const uint32 word = kRows == Rows::kQueries ? dropping.word(row / 2, block / 2 + stream)
                                                 : dropping.word(block / 2, row / 2 + stream);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      blocks[step].even = __shfl_sync(kFullWarp, word, 8 * step + Kept<kRows>::stream()) << Kept<kRows>::shift();
+      blocks[step].even = __shfl_sync(kFullWarp, word, 8 * step + Kept<kRows>::stream(lane))
+                          << Kept<kRows>::shift(lane);
   }
   // What is dropped becomes 0.
   __device__ __forceinline__ void drop(Accumulator<kCols>& x) const {

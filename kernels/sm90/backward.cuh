@@ -72,8 +72,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   int flags = 0, flags_before = 0, blocks = 0;
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
-  // The narrow stores have no registers left for lse; softcap with 128 queries none for delta.
-  constexpr bool kReadsAhead = kSpec.access == 16, kDeltaAhead = !((kSpec.softcap || kSpec.dropout) && kBlockQ == 128);
+  // The narrow stores have no registers left for lse, and with dropout for delta; nor has 128 queries with an option.
+  constexpr bool kReadsAhead = kSpec.access == 16;
+  constexpr bool kDeltaAhead = kBlockQ == 128 ? !(kSpec.softcap || kSpec.dropout) : kReadsAhead || !kSpec.dropout;
   constexpr int kPart = kSpec.access == 16 && !(kSpec.softcap && kSpec.alibi) ? 2 : 1;
   // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
   const uint32 zero = s.group < 0;

@@ -42,7 +42,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr bool kStaged = kSpec.staged();
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
-  static_assert(!kSpec.dropout || kWarpgroups <= 2, "two warps that copy nothing decide what is kept");
+  static_assert(!kSpec.dropout || kTeams == 1 && kGroups <= 2, "two warps that copy nothing decide what is kept");
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[kTeams * kBarriers];
