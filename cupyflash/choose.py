@@ -330,10 +330,10 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 def split(problem: Problem) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    With dropout always: the one kernel has no registers left for it.
+    With dropout, which costs the one kernel less, only where it must be.
     """
     width = max(problem.head_dim, problem.head_dim_v)
-    return problem.dropout > 0 or width > 128 or width > 64 and problem.seqlen_k <= SPLIT
+    return width > 128 or width > 64 and problem.seqlen_k <= SPLIT and not problem.dropout
 
 
 def drops_elsewhere(problem: Problem) -> bool:

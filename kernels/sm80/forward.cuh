@@ -97,13 +97,14 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     }
   };
   const auto drop = [&](Accumulator<kSpec.block_k>(&weights)[kRowTiles], int tile) {
-    if constexpr (kSpec.dropout)
+    if constexpr (kSpec.dropout) {
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
         KeptFragment<Rows::kQueries, kSpec.block_k> kept;
         kept.template read<kSpec.block_k>(kept_words(tile), warp_row + 16 * t, 0);
         kept.drop(weights[t]);
       }
+    }
   };
   const auto hand_over = [&](int t, int half, float factor) {
     if (lane_index() % 4 == 0) row_factors[warp_row + 16 * t + out[0].row(half)] = factor;

@@ -81,12 +81,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
-  const auto first_query_of = [&](const Work& work, int group) {
-    return work.tile * block_q + (rank * kGroups + group) * queries;
-  };
-  const auto tiles_of_group = [&](int first_query) {
-    return first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
-  };
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
   Works works(p.order, s, blockIdx.x / kCluster * kTeams + team, gridDim.x / kCluster * kTeams);
 
@@ -103,7 +97,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll 1
           for (int group = 0; group < kGroups; ++group) {
             const uint32 target = q_base + q_ring.slot() * kQSlot;
-            copy_tile<64, kDim>(target, p.q, q_ring.acquire(q_bytes), first_query_of(work, group), head_q, work.batch);
+            const int row = work.tile * block_q + (rank * kGroups + group) * queries;
+            copy_tile<64, kDim>(target, p.q, q_ring.acquire(q_bytes), row, head_q, work.batch);
             q_ring.advance();
           }
         };
@@ -130,8 +125,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
           barrier_wait(out_full + 8 * q_ring.slot(), q_ring.parity());
-          store_tile<64, kDimV>(p.out_map, q_base + q_ring.slot() * kQSlot, first_query_of(works.work, group),
-                                head_of_q(works.work), works.work.batch);
+          store_tile<64, kDimV>(p.out_map, q_base + q_ring.slot() * kQSlot,
+                                works.work.tile * block_q + (rank * kGroups + group) * queries, head_of_q(works.work),
+                                works.work.batch);
           wait_for_stores();
           barrier_arrive(q_ring.empty(q_ring.slot()));
           q_ring.advance();
@@ -140,11 +136,11 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       const int group = copier - 2;
       KeptRing kept_ring = kept_ring_of(group);
       // Of their own: what all roles share would find no place in the registers of these.
-      Works mine(p.order, s, opaque(blockIdx.x) / kCluster, gridDim.x / kCluster);
+      Works mine(p.order, s, opaque(blockIdx.x) / kCluster, opaque(gridDim.x) / kCluster);
       for (; mine.left(); mine.next()) {
         const Work& work = mine.work;
-        const int first_query = first_query_of(work, group);
-        const Range tiles = tiles_of_group(first_query);
+        const int first_query = work.tile * block_q + (rank * kGroups + group) * 64;
+        const Range tiles = first_query < s.seqlen_q ? tiles_of(band, first_query, 64, kBlockK) : Range{0, -1};
 #pragma unroll 1
         for (int tile = tiles.last; tile >= tiles.first; --tile) {
           barrier_wait(kept_ring.empty(kept_ring.slot()), kept_ring.parity() ^ 1);
@@ -262,10 +258,10 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll 1
   while (works.left()) {
     const Work work = works.work;
-    first_query = first_query_of(work, group);
+    first_query = work.tile * block_q + (rank * kGroups + group) * queries;
     seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
-    const Range own = tiles_of_group(first_query);
+    const Range own = first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
     const int before = tiles.last - own.last,
               after = own.first - tiles.first;  // tiles of others, from the last one down
     softmax = {};
