@@ -58,6 +58,7 @@ FORWARD = {
         (128, 64, 8, 8, 1, 1, False),
         (64, 64, 4, 4, 1, 1, False),
         (64, 32, 4, 4, 1, 1, False),
+        (64, 16, 4, 4, 1, 1, False),
     ),
 }
 # The same, first choice of kernels without options on Ampere to Hopper: faster, with no register left for one.
@@ -127,6 +128,7 @@ HOPPER_FORWARD = {
 }
 # The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
+HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with these, dropout
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -293,7 +295,8 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
     tiling, packed = tiling_and_packed(HOPPER_FORWARD)
     if problem.dropout or any(_change(problem)) and (packed or access < 16):
-        tiling, packed = tiling_and_packed(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)
+        spare = HOPPER_FORWARD_SPARE | (HOPPER_FORWARD_DROPPED if problem.dropout else {})
+        tiling, packed = tiling_and_packed(HOPPER_FORWARD | spare)
     spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem))
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
@@ -338,8 +341,7 @@ def split(problem: Problem) -> bool:
 
 def drops_elsewhere(problem: Problem) -> bool:
     """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout."""
-    wide = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
-    return problem.dropout > 0 and (wide or problem.softcap is not None or problem.alibi)
+    return problem.dropout > 0 and max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
 
 
 @functools.lru_cache(maxsize=1024)

@@ -103,9 +103,11 @@ def is_valid(spec):
 def fits(spec, limit):
     static = STATIC if getattr(spec, "deterministic", False) else 0
     if isinstance(spec, choose.HopperForwardSpec):
-        static = 8 * spec.teams * (2 * spec.slots + 3 * spec.q_slots)  # the barriers
+        kept = 2 * spec.kept_slots * spec.groups * spec.dropout
+        static = 8 * spec.teams * (2 * spec.slots + 3 * spec.q_slots + kept)  # the barriers
     if isinstance(spec, choose.HopperBackwardSpec):
         static = 8 * (4 * (spec.key_slots + spec.stages) + 6) + 32 * spec.stages + 12 * spec.key_slots
+        static += 12 * spec.stages * spec.dropout
     if isinstance(spec, choose.HopperKeysSpec):
         static = 8 * (4 + 2 * (spec.slots + spec.slots_dout) + 16)
     if isinstance(spec, choose.HopperQueriesSpec):
@@ -232,6 +234,8 @@ def test_split_backward():
         assert taken == [d >= least for d in range(1, 257)]
         mixed = replace(problem(1, least), seqlen_k=seqlen_k), replace(problem(least, 1), seqlen_k=seqlen_k)
         assert all(choose.split(one) for one in mixed)
+    with_dropout = [choose.split(replace(problem(d), seqlen_k=100, dropout=0.5)) for d in range(1, 257)]
+    assert with_dropout == [d > 128 for d in range(1, 257)]
     dims = (1, 64, 65, 128, 129, 160, 192, 193, 255, 256)
     for d, dv in product(dims, dims):
         if choose.split(problem(d, dv)):
@@ -316,6 +320,22 @@ def test_shared_bytes():
     keys_and_queries = 2 * (128 * 192 + 2 * 64 * 192)
     p_and_ds, lse_and_delta = 2 * 2 * 64 * 128, 2 * 2 * 64 * 4
     assert spec.shared_bytes == keys_and_queries + p_and_ds + lse_and_delta
+
+
+def test_shared_bytes_of_dropout():
+    """A bit for each weight of a tile: of two tiles, where warps may be a tile apart or tiles are made ahead."""
+    for make, tiles in (
+        (lambda x: choose.forward(x, 16, False, 232448), 2),
+        (lambda x: choose.backward(x, 16, False, 232448), 1),
+        (lambda x: choose.hopper_forward(x, 16, False), 2),
+        (lambda x: choose.hopper_backward(x, 16, False), 2),
+    ):
+        spec = make(replace(problem(128), dropout=0.5, seqlen_k=2048)).spec
+        without = replace(spec, dropout=False)
+        rows = spec.block_q // getattr(spec, "cluster", 1)
+        assert spec.shared_bytes - without.shared_bytes == tiles * rows * spec.block_k // 8, spec
+    spec = choose.hopper_forward(replace(problem(256), dropout=0.5), 16, False).spec
+    assert spec.shared_bytes - replace(spec, dropout=False).shared_bytes == 128 * 64 // 8
 
 
 @pytest.mark.parametrize(

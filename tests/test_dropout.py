@@ -621,7 +621,7 @@ def problem(head_dim, dtype="bfloat16", **fields):
 
 @pytest.mark.parametrize("limit", [65536, 101376, 166912, 232448])
 def test_chosen_tiles(limit):
-    """All fit, and cut into the blocks of 16 x 16 of which the counters are made."""
+    """All fit, and cut into blocks of 16 x 16, whose words are whole warps."""
     for head_dim, change in ((d, c) for d in range(8, 257, 8) for c in ({}, {"softcap": 1.0})):
         one = problem(head_dim, **change)
         specs = [choose.forward(one, 16, False, limit).spec]
@@ -630,10 +630,12 @@ def test_chosen_tiles(limit):
         if limit == choose.SHARED_LIMIT[90]:
             few = replace(one, heads_q=8, seqlen_q=2)
             specs += [choose.hopper_forward(x, 16, False).spec for x in (one, replace(one, right=0), few)]
+            if not choose.drops_elsewhere(one) and not choose.split(one):
+                specs += [choose.hopper_backward(one, 16, deterministic).spec for deterministic in (False, True)]
         for spec in specs:
             assert is_valid(spec) and fits(spec, limit) and spec.dropout
             assert not getattr(spec, "packed", False), "rows of several heads have no counters in common"
-            assert spec.block_k % 16 == 0
+            assert spec.block_q % 16 == spec.block_k % 16 == spec.block_q * spec.block_k // 32 % 32 == 0
 
 
 @needs_nvrtc
@@ -646,9 +648,11 @@ def test_kernels_do_not_spill(arch):
         variants += [choose.forward(one, 16, False, limit), choose.backward(one, 16, False, limit)]
         if arch == "sm_90":
             variants += [choose.hopper_forward(one, 16, False), choose.hopper_forward(replace(one, right=0), 16, False)]
-            if not choose.drops_elsewhere(one):
-                assert choose.split(one)
-                variants += choose.hopper_split_backward(one, 16)
+            assert choose.drops_elsewhere(one) == (head_dim == 256) and choose.split(one) == (head_dim > 128)
+            if head_dim <= 128:
+                variants += [choose.hopper_backward(replace(one, **c), 16, False) for c in ({}, {"softcap": 1.0})]
+    if arch == "sm_90":
+        variants += choose.hopper_split_backward(problem(192), 16)
     with ThreadPoolExecutor(2) as pool:
         reports = list(pool.map(lambda v: compiler.compile_offline(v, arch), dict.fromkeys(variants)))
     for report in reports:
