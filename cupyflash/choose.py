@@ -148,6 +148,7 @@ BACKWARD_SPARE = {
     128: ((64, 64, 8, 4, 2, 2, 1, 1),),
     256: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
+BACKWARD_DROPPED = {128: (*BACKWARD_SPARE[128], (32, 32, 4, 2, 2, 2, 1, 1))}  # 64 KiB: the row of all options spills
 # And what spills with these: a bias and a mask.
 BACKWARD_LOGITS = {
     64: ((32, 64, 4, 4, 4, 2, 2, 2),),
@@ -324,6 +325,8 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads)
     spare = problem.dropout or access < 16 and any(_change(problem))
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
+    if problem.dropout:
+        first = BACKWARD_SPARE | BACKWARD_DROPPED
     if reads:
         first = BACKWARD_SPARE | BACKWARD_LOGITS
     spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)

@@ -134,9 +134,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     const bool last_of_head = tile == first_tile + tiles - 1;
     const int next_tile = last_of_head ? first_tile : tile + 1, next_head = last_of_head ? head + 1 : head;
     const int next_stage = kSpec.stages == 2 ? stage ^ 1 : 0;
-    const int first_query = tile * kBlockQ;
     if constexpr (kSpec.dropout)  // the barrier behind dS stands between the reads of the tile before and these
-      Dropping{p.dropout, work.batch, head}.decide<kBlockQ, kBlockK, kThreads>(kept_words, first_query, first_key);
+      Dropping{p.dropout, work.batch, head}.decide<kBlockQ, kBlockK, kThreads>(kept_words, tile * kBlockQ, first_key);
     wait_copies<0>();
     __syncthreads();  // this tile has landed, and every warp is done with the previous one and with dS
     if (kSpec.stages == 2 && remaining > 1) load_queries(next_stage, next_head, next_tile);
@@ -147,6 +146,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     for (int t = 0; t < kScoreRows / 16; ++t) prob[t].clear();
     product<T, kDim / 16>(prob, Left(k_tile, score_row), RightTransposed(q_tile(stage), score_col));
 
+    const int first_query = tile * kBlockQ;
     const float slope = change.slope(work.batch, head);
     const auto kept = [&](int t) {
       KeptFragment<Rows::kKeys, kScoreCols> fragment;
@@ -219,8 +219,10 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float of_row = i % 2 ? delta.y : delta.x;
-          float& x = ds[t].x[j][i];
-          x = prob[t].x[j][i] * (kSpec.dropout ? fmaf(x, p.dropout.scale, -of_row) : x - of_row);
+          if constexpr (kSpec.dropout)
+            ds[t].x[j][i] = prob[t].x[j][i] * fmaf(ds[t].x[j][i], p.dropout.scale, -of_row);
+          else
+            ds[t].x[j][i] = prob[t].x[j][i] * (ds[t].x[j][i] - of_row);
         }
     }
 #pragma unroll
