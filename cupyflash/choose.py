@@ -129,8 +129,9 @@ HOPPER_FORWARD = {
 # The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 # Dropout by count, not timed: two of four schedulers make a tile's words, 8 for 64 x 128 weights of a warp, 220
-# instructions each; those who compute need 1.5 more a weight forward, 3.5 backward, of 9 and 14 or so. At 128, 128 x 128 weights are
-# 3000 issued instructions where the products take 2800 cycles: expected 0.8 to 0.9 of the speed without, backward 0.85.
+# instructions each; those who compute need 1.5 more a weight forward, 3.5 backward, of 9 and 14 or so. At 128,
+# 128 x 128 weights are 3000 issued instructions where the products take 2800 cycles: expected 0.8 to 0.9 of the speed
+# without, backward 0.85.
 HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with these, dropout
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
