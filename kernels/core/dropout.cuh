@@ -69,22 +69,27 @@ struct Dropping {  // from one head
   // The words of a tile, block by block, by kThreads threads of neighbouring warps.
   template <int kQueries, int kKeys, int kThreads>
   __device__ __forceinline__ void decide(uint32* words, int first_query, int first_key) const {
-    constexpr int kWords = Dropping::words(kQueries, kKeys), kBlocks = kKeys / 16;
+    constexpr int kWords = Dropping::words(kQueries, kKeys);
     static_assert(kQueries % 16 == 0 && kKeys % 16 == 0 && kWords % 32 == 0, "whole blocks, whole warps");
 #pragma unroll 1
     for (uint32 i = opaque(threadIdx.x) % kThreads; i < kWords; i += kThreads)
-      words[i] = word(first_query / 2 + i / 8 / kBlocks * 8, first_key / 2 + i / 8 % kBlocks * 8 + i % 8);
+      words[i] = word_of_tile<kKeys>(i, first_query, first_key);
+  }
+  template <int kKeys>
+  __device__ __forceinline__ uint32 word_of_tile(uint32 i, int first_query, int first_key) const {
+    constexpr int kBlocks = kKeys / 16;
+    return word(first_query / 2 + i / 8 / kBlocks * 8, first_key / 2 + i / 8 % kBlocks * 8 + i % 8);
   }
 
   // That of a stream of a row of blocks; both are as the counter has them.
   __device__ __forceinline__ uint32 word(uint32 block, uint32 stream) const {
     Comparison comparison;
-    // 0, which the compiler does not know: else the keys of all rounds stay in registers that are not there.
-    const uint32 zero = dropout.threshold > 0 ? 0 : ~0u;
     const auto call = [&](int n) {
-      const uint32 left = uint32(dropout.seed) + (block + n & zero),
-                   right = uint32(dropout.seed >> 32) + (block + n & zero);
-      comparison.go_on(Philox(block + n, stream, head, batch, left, right).x, dropout.threshold, n);
+      // Without these two, products and keys of all calls stay in registers that are not there. Less than 2^30 queries
+      // are allowed, which the compiler does not know.
+      const uint32 counter = opaque(block + n), zero = counter >> 30;
+      const uint32 left = uint32(dropout.seed) + zero, right = uint32(dropout.seed >> 32) + zero;
+      comparison.go_on(Philox(counter, stream, head, batch, left, right).x, dropout.threshold, n);
     };
 #pragma unroll
     for (int n = 0; n < kUsual; ++n) call(n);

@@ -76,7 +76,7 @@ struct HopperBackwardSpec {
   __device__ constexpr int block_k() const { return 64 * groups; }
   __device__ constexpr int threads() const { return 128 * (groups + 1); }
   __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return dropout ? 32 : 24; }
+  __device__ constexpr int copying_registers() const { return 24; }
 };
 
 struct HopperKeysSpec {      // of the kernel of dk and dv
@@ -118,5 +118,13 @@ struct PrepareSpec {
   __device__ constexpr int heads() const { return 64 / lanes(); }
   __device__ constexpr int finished_cols() const { return head_dim % 64 == 0 ? 64 : 32; }  // of a warp afterwards
 };
+
+// Hopper: whether a block starts with the registers that its roles share later. Else the last to take its part waits
+// forever.
+template <class HopperSpec>
+__device__ constexpr bool registers_suffice(HopperSpec spec) {
+  const int warpgroups = spec.threads() / 128, of_a_thread = 65536 / spec.threads() / 8 * 8;
+  return spec.copying_registers() + (warpgroups - 1) * spec.registers() <= warpgroups * of_a_thread;
+}
 
 }  // namespace cupyflash

@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   constexpr bool kByQueries = kBlockQ == 64 * kGroups;
   constexpr int kDqCols = 64;
   constexpr uint32 kNone = ~0u;
+  static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
   static_assert(kByQueries ? kDim == 64 : kBlockQ == 64 && kDim == 64 * kGroups, "dq is shared among the groups");
 
   extern __shared__ __align__(1024) char shared[];

@@ -216,6 +216,7 @@ template <class T, HopperKeysSpec kSpec>
 __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_constant__ HopperBackwardParams p) {
   using Queries = Side<T, kSpec.head_dim, kSpec.kept, kSpec.slots>;
   using Douts = Side<T, kSpec.head_dim_v, kSpec.kept, kSpec.slots_dout>;
+  static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[Queries::kBarriers + Douts::kBarriers + Handover::kBarriers];
   char* const base = shared + (-shared_address(shared) & 1023);

@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   constexpr int kQBytes = tile_bytes(64, kDim), kDoutBytes = tile_bytes(64, kDimV);  // of a group
   constexpr int kSlots = kSpec.slots, kSlotsV = kSpec.slots_v;
 
+  static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV)];
   const uint32 q_base = first_tile(shared), dout_base = q_base + kGroups * kQBytes;

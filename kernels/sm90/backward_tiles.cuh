@@ -30,7 +30,9 @@ struct alignas(8) Alibi {  // of a tile of queries and the present keys
 struct KeyTile {
   int first_key, head, batch;
 };
-using Place = KeyTile;  // of a tile of queries and the present keys, with the head of the queries
+struct Place {  // of a tile of queries and the present keys, with the head of the queries
+  int first_query, first_key, head, batch;
+};
 
 // The gradients of keys that no query sees, by one warp.
 __device__ inline void clear_rows(const Matrix& m, int first, int count) {
@@ -101,7 +103,7 @@ struct BackwardTiles {  // in shared memory
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = 4 * kSpec.groups;
     keys().init(kWarps), values().init(kWarps), douts().init(kWarps, 1 + kDecidingWarps);
-    queries().init(kWarps + (kSpec.deterministic ? 1 : 0) + kDecidingWarps);
+    queries().init(kWarps + (kSpec.deterministic ? 1 : 0));
     ds_ring().init(kWarps, kWarps), adding().init(kWarps);
   }
 };
@@ -204,25 +206,24 @@ __device__ __forceinline__ void keep_order(const HopperBackwardParams& p, Backwa
   }
 }
 
-// Dropout: the warps that decide what is kept, while others copy and compute. `words`: of the tiles of dout.
+// Dropout: the warps that decide what is kept, while others copy and compute. `words`: of the tiles of dout. They read
+// jobs, but need not release them: those who compute release a tile of queries after its words.
 template <HopperBackwardSpec kSpec>
 __device__ __forceinline__ void decide_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles,
                                              uint32* words) {
   using Tiles = BackwardTiles<kSpec>;
   while (true) {
-    const int slot = tiles.queries().slot();
     tiles.queries().wait();
-    const bool ends = tiles.job().flags & Job::kEnd;
-    const int first_query = tiles.job().first_query;
-    const Place place = tiles.place();
-    __syncwarp();
-    tiles.queries().release();  // now, so that its place is not kept for long
-    if (ends) return;
-    barrier_wait(tiles.douts().empty(slot), tiles.douts().parity() ^ 1);
-    Dropping{p.dropout, place.batch, place.head}
-        .template decide<Tiles::kBlockQ, Tiles::kBlockK, 32 * Tiles::kDecidingWarps>(
-            words + slot * (Tiles::kKeptBytes / 4), first_query, place.first_key);
-    tiles.count = opaque(tiles.count);  // or where its slot begins stays in a register that is not there
+    if (tiles.job().flags & Job::kEnd) return;
+    barrier_wait(tiles.douts().empty(tiles.douts().slot()), tiles.douts().parity() ^ 1);
+#pragma unroll 1
+    for (uint32 i = opaque(threadIdx.x) % (32 * Tiles::kDecidingWarps); i < Tiles::kKeptBytes / 4;
+         i += 32 * Tiles::kDecidingWarps) {
+      const volatile Place& place = tiles.place();  // read for each word: few registers are given to these warps
+      words[tiles.douts().slot() * (Tiles::kKeptBytes / 4) + i] =
+          Dropping{p.dropout, place.batch, place.head}.template word_of_tile<Tiles::kBlockK>(i, place.first_query,
+                                                                                             place.first_key);
+    }
     tiles.douts().fill();
     tiles.advance(false);
   }
@@ -272,7 +273,7 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
         tiles.job() = make_job<kSpec>(p, work, head, first, flags);
         if constexpr (kSpec.alibi)
           tiles.alibi() = {change.slope(work.batch, head), work.tile * kBlockK - p.score.diagonal - first};
-        if constexpr (kSpec.dropout) tiles.place() = {work.tile * kBlockK, head, work.batch};
+        if constexpr (kSpec.dropout) tiles.place() = {first, work.tile * kBlockK, head, work.batch};
         copy_queries(first, head, work.batch);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,

@@ -40,6 +40,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr int kKeptSlots = kSpec.kept_slots(), kKeptWords = Dropping::words(64, kBlockK);
   constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots + (kSpec.dropout ? 2 * kKeptSlots * kGroups : 0);
   constexpr bool kStaged = kSpec.staged();
+  static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
   static_assert(!kSpec.dropout || kTeams == 1 && kGroups <= 2, "two warps that copy nothing decide what is kept");
