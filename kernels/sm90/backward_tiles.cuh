@@ -207,25 +207,31 @@ __device__ __forceinline__ void keep_order(const HopperBackwardParams& p, Backwa
 }
 
 // Dropout: the warps that decide what is kept, while others copy and compute. `words`: of the tiles of dout. They read
-// jobs, but need not release them: those who compute release a tile of queries after its words.
+// jobs, but need not release them: those who compute release a tile of queries after its words. All but the number of
+// the word is found anew each time, for these warps have few registers.
 template <HopperBackwardSpec kSpec>
 __device__ __forceinline__ void decide_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles,
                                              uint32* words) {
   using Tiles = BackwardTiles<kSpec>;
+  constexpr uint32 kThreads = 32 * Tiles::kDecidingWarps, kWords = Tiles::kKeptBytes / 4;
+  static_assert(kWords % kThreads == 0, "all threads make as many words of a tile");
+  uint32 i = opaque(threadIdx.x) % kThreads;  // of the words of all tiles
   while (true) {
+    tiles.count = i / kWords;
     tiles.queries().wait();
     if (tiles.job().flags & Job::kEnd) return;
     barrier_wait(tiles.douts().empty(tiles.douts().slot()), tiles.douts().parity() ^ 1);
 #pragma unroll 1
-    for (uint32 i = opaque(threadIdx.x) % (32 * Tiles::kDecidingWarps); i < Tiles::kKeptBytes / 4;
-         i += 32 * Tiles::kDecidingWarps) {
-      const volatile Place& place = tiles.place();  // read for each word: few registers are given to these warps
-      words[tiles.douts().slot() * (Tiles::kKeptBytes / 4) + i] =
-          Dropping{p.dropout, place.batch, place.head}.template word_of_tile<Tiles::kBlockK>(i, place.first_query,
-                                                                                             place.first_key);
-    }
+    do {
+      tiles.count = i / kWords;
+      const volatile Place& place = tiles.place();
+      words[i % (kSpec.stages * kWords)] =
+          Dropping{p.dropout, place.batch, place.head}.template word_of_tile<Tiles::kBlockK>(
+              i % kWords, place.first_query, place.first_key);
+      i += kThreads;
+    } while (i % kWords >= kThreads);
+    tiles.count = i / kWords - 1;
     tiles.douts().fill();
-    tiles.advance(false);
   }
 }
 
