@@ -335,6 +335,14 @@ def test_a_tile_that_is_no_multiple_of_16_is_refused():
         compiler.compile_offline(dataclasses.replace(right, spec=wrong), "sm_90")
 
 
+@needs_nvrtc
+def test_roles_that_would_wait_for_registers_are_refused():
+    right = hopper_backward(128)
+    wrong = dataclasses.replace(right.spec, groups=3)
+    with pytest.raises(RuntimeError, match="what the roles take is more than a block has"):
+        compiler.compile_offline(dataclasses.replace(right, spec=wrong), "sm_90")
+
+
 # --- The machine code
 
 HMMA = 0x23C  # low 12 bits of a 16-byte instruction: HMMA.16816 and HMMA.1688
@@ -427,6 +435,11 @@ def some_variants(capability):
     ]
 
 
+def registers_to_share(variant):
+    """Of a thread, before the roles of a Hopper kernel take theirs: what `registers_suffice` counts on."""
+    return 65536 // variant.spec.threads // 8 * 8
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
 def test_variants_compile_without_spills(arch):
@@ -445,6 +458,8 @@ def test_variants_compile_without_spills(arch):
         assert 0 < report.registers <= 255
         blocks = getattr(variant.spec, "blocks_per_sm", 1)
         assert report.registers * variant.spec.threads * blocks <= 65536, f"{about} does not fit the register file"
+        if variant.header.startswith("sm90/"):
+            assert report.registers == registers_to_share(variant), f"{about} has fewer registers than its roles take"
         per_product = 2 if capability < 80 else 1
         assert found[0][HMMA] == per_product * products(variant), f"{about} multiplies elsewhere"
         assert tuple(found[0][opcode] for opcode in HGMMA) == group_products(variant), f"{about} multiplies elsewhere"

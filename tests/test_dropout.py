@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tools
 from test_choose import fits, is_valid
-from test_compiler import LOCAL, instructions, needs_nvrtc
+from test_compiler import LOCAL, instructions, needs_nvrtc, registers_to_share
 from test_score import MASKS
 from tools import check, inputs
 
@@ -659,3 +659,5 @@ def test_kernels_do_not_spill(arch):
         about = f"{report.variant.expression} for {arch}"
         assert report.spill_bytes == 0 and not report.remarks, f"{about}: {report.spill_bytes} bytes, {report.remarks}"
         assert not any(instructions(report.cubin)[0][opcode] for opcode in LOCAL), f"{about} uses local memory"
+        if report.variant.header.startswith("sm90/"):
+            assert report.registers == registers_to_share(report.variant), f"{about} has fewer than its roles take"
