@@ -214,8 +214,6 @@ BIAS_GRADIENT = {
     192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),
     256: ((128, 64, 8, 4, 1), (64, 64, 8, 4, 1), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
 }
-BIAS_WAVES = 4  # blocks for each place on the GPU, where a tile of dbias is shared by several
-BIAS_RUN = 16  # tiles of dbias that a block computes, where there are many
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
