@@ -208,7 +208,7 @@ HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout
 # TFLOP/s that mma.sync does here, and its bytes, read and written, 8.6 GB: 2.1 ms at 4.1 TB/s. Predicted:
 # 3.5 to 4.5 ms, for exponentials and the tiles of K and V, 10 GB from L2, overlap with the products of another block.
 BIAS_GRADIENT = {
-    64: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2)),
+    64: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1)),
     96: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1)),
     128: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1), (64, 32, 4, 2, 1)),
     192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),

@@ -67,7 +67,8 @@ struct Walk {  // through some of them
   int64 left;  // of the tiles, with the present one
   int at[kAxes];
 
-  __device__ __forceinline__ Walk(const Tiles<kBlockQ, kBlockK>& tiles, int64 first, int64 last) : tiles(tiles), left(last - first) {
+  __device__ __forceinline__ Walk(const Tiles<kBlockQ, kBlockK>& tiles, int64 first, int64 last)
+      : tiles(tiles), left(last - first) {
 #pragma unroll
     for (int i = 0; i < 2 * kAxes; ++i) {
       const int axis = i % kAxes;
@@ -169,12 +170,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   bool new_rows = true, new_keys = true;  // whether it lacks what the tile before had
   const auto load_scores = [&] {
     const int batch = next.at[kBatches], head = next.at[kHeads];
-    if (new_rows)
-      load_tile<kThreads, kAccess>(q_tile, head_of(p.q, batch, head, s.seqlen_q, s.head_dim),
-                                   next.row());
+    if (new_rows) load_tile<kThreads, kAccess>(q_tile, head_of(p.q, batch, head, s.seqlen_q, s.head_dim), next.row());
     if (new_keys)
-      load_tile<kThreads, kAccess>(k_tile, head_of(p.k, batch, head / s.group, s.seqlen_k, s.head_dim),
-                                   next.col());
+      load_tile<kThreads, kAccess>(k_tile, head_of(p.k, batch, head / s.group, s.seqlen_k, s.head_dim), next.col());
     commit_copies();
   };
   if (next.left > 0) load_scores();
