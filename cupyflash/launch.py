@@ -197,7 +197,7 @@ def keep_for_graph(*temporaries) -> None:
     Nobody tells when the graph is gone, so the memory stays reserved until the process ends.
     """
     if cupy.cuda.get_current_stream().is_capturing():
-        _kept_for_graphs.extend(temporaries)
+        _kept_for_graphs.extend(x for x in temporaries if x is not None)
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:

@@ -721,11 +721,11 @@ def test_negative_scale(gpu):
 def test_a_graph_keeps_what_it_needs(gpu, capturing):
     """And no other call does: copies, and the memory between the kernels of a backward."""
     gpu.capturing = capturing
-    backward(gpu, Shape(), {}, deterministic=True)
-    assert len(gpu.temporaries) == 3
+    backward(gpu, Shape(), {"bias": (0, 1, 0, 0)}, deterministic=True)
+    assert len(gpu.temporaries) == 4
     scattered = array((2, 70, 64, 4), tools.DTYPES["bfloat16"]).swapaxes(2, 3)
     cupyflash.attention(scattered, *[array(scattered.shape, scattered.dtype) for _ in "kv"])
-    assert len(gpu.temporaries) == 4 and gpu.launched[-1].params["sizes"]["head_dim"] == 64
+    assert len(gpu.temporaries) == 5 and gpu.launched[-1].params["sizes"]["head_dim"] == 64
     assert {x.ctypes.data for x in launch._kept_for_graphs} == (
         {x.ctypes.data for x in gpu.temporaries} if capturing else set()
     )

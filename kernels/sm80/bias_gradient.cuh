@@ -312,17 +312,18 @@ __global__ void __launch_bounds__(32 * kSpec.warps) add_bias_gradients(const __g
   using Out = typename BiasElement<kSpec.bias>::Type;
   __shared__ float sums[kSpec.warps][32];
   const BiasGradient& g = p.dbias;
+  const int warp = warp_index();
   const int64 size = int64(g.batches) * g.heads * g.rows * g.cols, element = int64(blockIdx.x) * 32 + lane_index();
   float sum = 0.f;
   if (element < size) {
 #pragma unroll 4
-    for (int part = warp_index(); part < g.parts; part += kSpec.warps) sum += p.dbias_parts[part * size + element];
+    for (int part = warp; part < g.parts; part += kSpec.warps) sum += p.dbias_parts[part * size + element];
   }
-  sums[warp_index()][lane_index()] = sum;
+  sums[warp][lane_index()] = sum;
   __syncthreads();
-  if (warp_index() > 0 || element >= size) return;
+  if (warp > 0 || element >= size) return;
 #pragma unroll
-  for (int warp = 1; warp < kSpec.warps; ++warp) sum += sums[warp][lane_index()];
+  for (int i = 1; i < kSpec.warps; ++i) sum += sums[i][lane_index()];
   if constexpr (sizeof(Out) == 4)
     static_cast<float*>(g.data)[element] = sum;
   else
