@@ -51,7 +51,7 @@ def _backends(*names):
         if name == "numpy":
             params.append(pytest.param(tools.Backend(name, dtype), id=f"{name}-{dtype}"))
             continue
-        for path in tools.CUDA_PATHS:
+        for path in tools.CUDA_PATHS if name == "cuda" else {name}.intersection(tools.CUDA_PATHS):
             params.append(pytest.param(tools.Backend(name, dtype, path), marks=pytest.mark.gpu, id=f"{path}-{dtype}"))
     return params
 
@@ -71,6 +71,10 @@ backend1 = _backend_fixture(
     "backend1", "Every backend once, for what does not depend on the dtype.", "numpy-float32", "cuda-bfloat16"
 )
 backend_bfloat16 = _backend_fixture("backend_bfloat16", "Every backend in bfloat16.", "numpy-bfloat16", "cuda-bfloat16")
+# For options, each of which is one more kernel to compile: the GPU's paths in one dtype each.
+_OPTION_16 = ("numpy-float16", "numpy-bfloat16", "sm80-float16", "sm90-bfloat16")
+option_backend = _backend_fixture("option_backend", "Of `backend`.", *_OPTION_16, "numpy-float32", "numpy-float64")
+option_backend16 = _backend_fixture("option_backend16", "Of `backend16`.", *_OPTION_16)
 cuda = _backend_fixture("cuda", "The GPU.", "cuda-bfloat16")
 
 

@@ -35,6 +35,16 @@ SHAPES = [
 BIAS_DTYPES = ("float16", "bfloat16", "float32")
 
 
+@pytest.fixture
+def backend(option_backend):
+    return option_backend
+
+
+@pytest.fixture
+def backend16(option_backend16):
+    return option_backend16
+
+
 def biases(backend, shape, seed=0, dtype=None, hidden=0.0):
     """Of the size of the logits; each is -inf with the probability `hidden`."""
     rng = np.random.default_rng(seed)

@@ -23,6 +23,16 @@ HEAD_DIMS = [(40, 40), (64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (
 SEED = 0x9E3779B97F4A7C15  # beyond 63 bits
 
 
+@pytest.fixture
+def backend(option_backend):
+    return option_backend
+
+
+@pytest.fixture
+def backend16(option_backend16):
+    return option_backend16
+
+
 def mask_of(q, k, dropout, seed):
     """`(batch, heads, seqlen_q, seqlen_k)` on the host."""
     return cupyflash.dropout_mask(q.shape[0], q.shape[2], q.shape[1], k.shape[1], dropout=dropout, seed=seed)

@@ -12,6 +12,16 @@ import cupyflash
 from cupyflash import reference
 
 
+@pytest.fixture
+def backend(option_backend):
+    return option_backend
+
+
+@pytest.fixture
+def backend16(option_backend16):
+    return option_backend16
+
+
 def sinks(backend, heads, seed=0, mean=1.0):
     """Of the size of a row's log-sum-exp, above and below it; the first one is none."""
     values = np.random.default_rng(seed).normal(mean, 3.0, heads)
