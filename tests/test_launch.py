@@ -22,6 +22,7 @@ import tools
 import cupyflash
 from cupyflash import checks, choose, compiler, interop, structs, tensor_map
 from cupyflash.problem import Problem
+from cupyflash.spec import BIAS_TYPES
 
 launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
 
@@ -304,6 +305,7 @@ def check(gpu, call):
         check_launch(gpu, call, one, packed)
     for one in call.launched:
         check_params(call, one.params)
+        check_logits(call, one)
         if one.variant.template.startswith("hopper"):
             check_maps(call, one)
     if "dq" in call.arrays:
@@ -320,6 +322,7 @@ def check_launch(gpu, call, one, packed):
     if template in call.main:
         options = problem.softcap is not None, problem.alibi, problem.dropout > 0
         assert (spec.softcap, spec.alibi, getattr(spec, "dropout", False)) == options
+        assert (spec.bias, spec.mask) == (BIAS_TYPES.index(problem.bias), problem.mask)
         assert getattr(spec, "deterministic", call.deterministic) == call.deterministic
     if hasattr(spec, "head_dim"):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
@@ -438,6 +441,34 @@ def check_params(call, params):
     assert (sizes["scale"], sizes["scale_log2"]) == (np.float32(problem.scale), np.float32(problem.scale / math.log(2)))
 
 
+def check_logits(call, one):
+    """Strides where the portable kernels read bias and mask, maps where Hopper's copy engine does."""
+    for name in ("bias", "mask"):
+        x = call.arrays.get(name)
+        if not call.main[0].startswith("hopper"):
+            check_array(one.params[name].item(), x, name)
+        elif one.variant.template in call.main:
+            check_logit_map(call, one.spec, one.params[f"{name}_map" if "dq" in call.arrays else name], x)
+
+
+def check_logit_map(call, spec, record, x):
+    """A box is 128 bytes wide; along an axis with one entry for all it has that alone, and no coordinate counts."""
+    if x is None:
+        assert not record["map"].any()
+        return
+    rows, heads = spec.block_q if isinstance(spec, choose.HopperBackwardSpec) else 64, 1  # of a warpgroup
+    if getattr(spec, "packed", False):
+        rows, heads = 64 // call.problem.group, call.problem.group
+    own = [n > 1 and stride != 0 for n, stride in zip(x.shape[:3], x.strides)]
+    assert [record[axis] for axis in ("batch", "head", "row")] == own
+    batch, head, seqlen = (n if has else 1 for n, has in zip(x.shape, own))
+    strides = [x.strides[axis] if own[axis] else 16 for axis in (1, 2, 0)]
+    box = [128 // x.itemsize, heads if own[1] else 1, rows if own[2] else 1, 1]
+    kind = 0 if x.dtype == bool else tensor_map.ELEMENT_TYPES[call.problem.bias]
+    expected = [kind, x.shape[3], head, seqlen, batch, *strides, *box, x.ctypes.data]
+    assert record["map"][: ADDRESS_WORD + 1].tolist() == expected
+
+
 def check_array(record, x, name):
     """The pointer, and for each axis that has a next entry the elements until there."""
     pointer, *steps = record
@@ -535,6 +566,60 @@ def test_backward(gpu, shape, options):
             call = backward(gpu, shape, options, dlse, deterministic)
     assert len(launch._plans) == 4 and len(gpu.built) == 4 * len(call.launched)
     backward(gpu, shape, options, float32_out=True)
+
+
+LOGITS = {  # makers of an array of the shape of the logits, and whether Hopper's copy engine reads them
+    "whole": (True, array),
+    "padded": (True, partial(array, pad=64)),
+    "one head": (True, lambda shape, dtype: array((shape[0], 1, *shape[2:]), dtype)),
+    "one batch": (True, lambda shape, dtype: array((1, *shape[1:]), dtype)),
+    "one query": (True, lambda shape, dtype: array((*shape[:2], 1, shape[3]), dtype)),
+    "keys alone": (True, lambda shape, dtype: array((1, 1, 1, shape[3]), dtype)),
+    "queries first": (True, lambda shape, dtype: array((shape[2], *shape[:2], shape[3]), dtype).transpose(1, 2, 0, 3)),
+    "one key": (False, lambda shape, dtype: array((*shape[:3], 1), dtype)),
+    "odd rows": (False, partial(array, pad=1)),
+    "odd address": (False, partial(array, offset=1)),
+    "every second key": (False, lambda shape, dtype: array((*shape[:3], 2 * shape[3]), dtype)[..., ::2]),
+    "backwards": (False, lambda shape, dtype: array(shape, dtype)[:, :, ::-1]),
+}
+LOGIT_SHAPES = [
+    Shape(40, 40, 2, 70, 112, 4, 2),
+    Shape(64, 64, 3, 5, 1296, 8, 2),  # packed rows
+    Shape(128, 128, 2, 200, 640, 4, 2),  # not split, but for both
+    Shape(192, 160, 2, 130, 144, 4, 2, "float16"),
+    Shape(256, 256, 2, 70, 112, 4, 4),
+]
+
+
+@both_paths
+@pytest.mark.parametrize("layout", LOGITS)
+@pytest.mark.parametrize("shape", LOGIT_SHAPES, ids=name_of)
+@pytest.mark.parametrize("bias, mask", [("bfloat16", False), ("float32", False), (None, True), ("float32", True)])
+def test_bias_and_mask(gpu, shape, layout, bias, mask):
+    """Below the public functions: they are given in the shape of the logits, as views."""
+    readable, make = LOGITS[layout]
+    logits = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
+    for made in (make, array, make):  # strides and alignment that differ need another plan
+        given = {"bias": tools.DTYPES.get(bias), "mask": np.dtype(bool) if mask else None}
+        given = {n: np.broadcast_to(made(logits, t), logits, subok=True) for n, t in given.items() if t is not None}
+        problem, arrays, _ = prepared(shape, {}, ("dout", "q", "k", "v", "out", "lse"), False, {})
+        problem, hopper = replace(problem, bias=bias, mask=mask), gpu.path == "sm90" and (readable or made is array)
+        gpu.launched.clear()
+        forwards = [arrays[name] for name in ("q", "k", "v", "out", "lse")]
+        launch.forward(problem, *forwards, None, None, 0, given.get("bias"), given.get("mask"))
+        del arrays["dout"]
+        main = ("hopper_forward" if hopper else "forward",)
+        check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main))
+        gpu.launched.clear()
+        arrays["dout"] = array(arrays["out"].shape, arrays["q"].dtype)
+        arrays |= {f"d{name}": array(arrays[name].shape, arrays[name].dtype) for name in "qkv"}
+        backwards = [arrays.get(name) for name in ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv")]
+        launch.backward(problem, *backwards, None, None, None, True, 0, given.get("bias"), given.get("mask"))
+        main = ("backward",)
+        if hopper and not choose.reads_elsewhere(problem):
+            main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
+        check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main, True))
+    assert len(launch._plans) == (2 if make is array else 4)
 
 
 LAYOUTS = {
