@@ -199,6 +199,11 @@ BACKWARD_LOGITS = {
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
+# With a bias or a mask, not timed. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best. In
+# that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to read
+# it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65 where
+# both or 64 columns split the backward, which then reads them twice.
+# Tried: 64, with a key_slot and a tile of them less: spills 16 bytes for a bias, 56 for a mask; 128: 12 for both
 HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 
@@ -212,6 +217,7 @@ SPLIT = 512  # keys up to which two kernels are faster at 128
 #   one block a tile                                 full 0.86 to 1.00; causal, where nothing was in pairs, 0.83 at 512
 #                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
 HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
+HOPPER_KEYS_LOGITS = {192: (2, 3, 3)}  # the same for a bias and a mask
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
 HOPPER_STATIC = 1024  # bytes that are left for barriers where the tiles of bias and mask are counted
 HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout
@@ -382,9 +388,11 @@ def drops_elsewhere(problem: Problem) -> bool:
 
 
 def reads_elsewhere(problem: Problem) -> bool:
-    """Whether the backward must take the portable kernel, because Hopper's have no room left for its bias and mask."""
+    """Whether the backward must take the portable kernel: Hopper's have no room left for its bias and mask, in shared
+    memory, or beside dropout, in registers."""
     width = max(problem.head_dim, problem.head_dim_v)
-    return reads(problem) and width > (128 if problem.bias == "float32" and problem.mask else HOPPER_READ)
+    widest = 128 if problem.bias == "float32" and problem.mask else HOPPER_READ
+    return reads(problem) and (problem.dropout > 0 or width > widest)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -430,7 +438,8 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
 
         return _with_logits(of, (table[width],)) if reads(problem) else of(table[width])
 
-    keys, queries = make(HopperKeysSpec, HOPPER_KEYS), make(HopperQueriesSpec, HOPPER_QUERIES)
+    keys = make(HopperKeysSpec, HOPPER_KEYS | HOPPER_KEYS_LOGITS if reads(problem) else HOPPER_KEYS)
+    queries = make(HopperQueriesSpec, HOPPER_QUERIES)
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
         Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),

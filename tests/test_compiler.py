@@ -213,6 +213,7 @@ NESTED = {
     structs.SINK: "cupyflash::Sink",
     structs.DROPOUT: "cupyflash::Dropout",
     structs.LOGIT_ARRAY: "cupyflash::LogitArray",
+    structs.LOGIT_MAP: "cupyflash::LogitMap",
 }
 
 
@@ -227,6 +228,7 @@ def test_struct_twins():
         "Sink": structs.SINK,
         "Dropout": structs.DROPOUT,
         "LogitArray": structs.LOGIT_ARRAY,
+        "LogitMap": structs.LOGIT_MAP,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
@@ -486,6 +488,30 @@ def test_bias_and_mask_fit(head_dim):
             variant = choose.backward(problem, access, deterministic, choose.SHARED_LIMIT[80], 80)
             assert (variant.spec.bias, variant.spec.mask) == (spec.BIAS_TYPES.index(more.get("bias")), True)
             assert compiler.compile_offline(variant, "sm_80").spill_bytes == 0, variant.expression
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", choose.FORWARD)
+def test_bias_and_mask_fit_on_hopper(head_dim):
+    """With what takes the most registers beside them."""
+    plain = Problem("bfloat16", 1, 4096, 4096, 2, 2, head_dim, head_dim, 1.0)
+    both = {"softcap": 2.0, "alibi": True}
+    packed = dataclasses.replace(plain, bias="float32", mask=True, heads_q=6, seqlen_q=3, **both)
+    variants = [choose.hopper_forward(packed, 16, False)]
+    for more in ({"bias": "bfloat16"}, {"mask": True, **both}, {"bias": "float16", "mask": True, **both}):
+        problem = dataclasses.replace(plain, **more)
+        variants.append(choose.hopper_forward(problem, 16, "softcap" in more))
+        if choose.reads_elsewhere(problem):
+            continue
+        if choose.split(problem):
+            variants += choose.hopper_split_backward(problem, 2 if "softcap" in more else 16)
+        else:
+            variants.append(choose.hopper_backward(problem, 16, "softcap" in more))
+    for variant in variants:
+        report = compiler.compile_offline(variant, "sm_90")
+        assert report.spill_bytes == 0 and not report.remarks, variant.expression
+        found = instructions(report.cubin)[0]
+        assert tuple(found[opcode] for opcode in HGMMA) == group_products(variant), variant.expression
 
 
 @needs_nvrtc
