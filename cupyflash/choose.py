@@ -199,11 +199,11 @@ BACKWARD_LOGITS = {
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
-# With a bias or a mask, not timed. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best. In
-# that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to read
-# it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65 where
-# both or 64 columns split the backward, which then reads them twice.
-# Tried: 64, with a key_slot and a tile of them less: spills 16 bytes for a bias, 56 for a mask; 128: 12 for both
+# With a bias or a mask, not timed. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
+# In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
+# read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
+# where both, or up to 64 columns either, split the backward, which then reads them twice.
+# Tried: 64, with one slot of keys: spills 16 bytes for a bias, 56 for a mask; 128: 12 for both
 HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 

@@ -265,6 +265,8 @@ def test_bias_and_mask_on_hopper(bias, mask):
             assert (BIAS_TYPES[spec.bias], spec.mask) == (bias, mask) and spec.logit_slots in (1, 2)
             assert getattr(spec, "teams", 1) == 1, "a warp is left to copy them"
     assert not any(choose.reads_elsewhere(problem(d)) for d in dims)
+    dropped = replace(problem(64), dropout=0.5)
+    assert choose.reads_elsewhere(replace(dropped, bias=bias, mask=mask)) and not choose.reads_elsewhere(dropped)
 
 
 def test_shared_bytes_of_bias_and_mask():
