@@ -199,11 +199,11 @@ BACKWARD_LOGITS = {
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
-# With a bias or a mask, not timed. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
+# With a bias, not timed. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
 # In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
 # read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
-# where both, or up to 64 columns either, split the backward, which then reads them twice.
-# Tried: 64, with one slot of keys: spills 16 bytes for a bias, 56 for a mask; 128: 12 for both
+# where a mask, or a bias up to 64 columns, splits the backward, which then reads them twice.
+# Tried: 64, with one slot of keys: spills 16 bytes for a bias, 56 for a mask; 128: up to 20 for a mask, with ALiBi
 HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 
@@ -373,12 +373,12 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 def split(problem: Problem) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    Also with dropout, with both bias and mask, and with either of them up to 64: the one kernel has no registers left.
+    Also with dropout or a mask, and with a bias up to 64: the one kernel has no registers left.
     """
     width = max(problem.head_dim, problem.head_dim_v)
-    if problem.dropout or width > 128 or problem.bias and problem.mask:
+    if problem.dropout or problem.mask or width > 128:
         return True
-    return reads(problem) if width <= 64 else problem.seqlen_k <= SPLIT
+    return problem.bias is not None if width <= 64 else problem.seqlen_k <= SPLIT
 
 
 def drops_elsewhere(problem: Problem) -> bool:
@@ -406,7 +406,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
 
     def make(tiling, logit_slots=0):
-        more = *_change(problem)[:2], *_logits(problem), logit_slots
+        more = *_change(problem)[:2], BIAS_TYPES.index(problem.bias), logit_slots
         return HopperBackwardSpec(d, dv, *tiling, deterministic, access, *more)
 
     spec = _with_logits(make, (HOPPER_BACKWARD[d],)) if reads(problem) else make(HOPPER_BACKWARD[d])

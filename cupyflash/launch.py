@@ -347,9 +347,9 @@ def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bia
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
     if path == "sm90" and not choose.drops_elsewhere(problem) and not choose.reads_elsewhere(problem):
-        more = lse, dlse, slopes, sink, bias, mask
+        more = lse, dlse, slopes, sink, bias
         if choose.split(problem):
-            plan = _plan_split_backward(device, problem, arrays, *more)
+            plan = _plan_split_backward(device, problem, arrays, *more, mask)
         else:
             plan = _plan_hopper_backward(device, problem, arrays, *more, deterministic)
     return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic)
@@ -414,9 +414,9 @@ def _statistic_rows(problem: Problem) -> int:
 
 
 def _plan_hopper_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, deterministic: bool
 ) -> Plan | None:
-    """Return None where the copy engine does not read the layout of q, k, v, dout, bias or mask."""
+    """Return None where the copy engine does not read the layout of q, k, v, dout or bias."""
     *copied, out, dq, dk, dv = arrays
     if not all(map(tensor_map.possible, copied)):
         return None
@@ -425,7 +425,7 @@ def _plan_hopper_backward(
     spec = main.spec
     params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
     rows = (spec.block_q, spec.block_k, spec.block_k, spec.block_q)
-    logits = {"bias_map": bias, "mask_map": mask}
+    logits = {"bias_map": bias}
     if not _fill_maps(params, problem, copied, rows) or not _fill_logit_maps(params, problem, logits, spec.block_q):
         return None
     pairs_q, tiles = problem.batch * problem.heads_q, -(-problem.seqlen_k // spec.block_k)

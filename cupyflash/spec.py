@@ -159,7 +159,6 @@ class HopperBackwardSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     bias: int = 0  # of BIAS_TYPES
-    mask: bool = False
     logit_slots: int = 0
 
     blocks_per_sm = 1
@@ -177,7 +176,7 @@ class HopperBackwardSpec(Spec):
         width = sum(-(-n // 64) * 64 for n in (self.head_dim, self.head_dim_v))
         scores, statistics = 2 * self.block_k * self.block_q, 8 * self.stages * self.block_q
         tiles = 2 * ((self.key_slots * self.block_k + self.stages * self.block_q) * width + scores)
-        logits = self.logit_slots * _logit_bytes(self.bias, self.mask, self.block_q, self.block_k)
+        logits = self.logit_slots * _logit_bytes(self.bias, False, self.block_q, self.block_k)
         return tiles + statistics + logits + 1024
 
 

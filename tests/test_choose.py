@@ -256,13 +256,14 @@ def test_bias_and_mask_on_hopper(bias, mask):
         mains = [choose.hopper_forward(one, 16, False), choose.hopper_forward(one, 2, True)]
         assert choose.reads_elsewhere(one) == (max(d, dv) > (128 if (bias, mask) == ("float32", True) else 192))
         if not choose.reads_elsewhere(one):
-            single = 64 < max(d, dv) <= 128 and seqlen_k > 512 and not (bias and mask)
+            single = 64 < max(d, dv) <= 128 and seqlen_k > 512 and not mask
             assert choose.split(one) != single
             backwards = (choose.hopper_backward(one, 16, False),) if single else choose.hopper_split_backward(one, 16)
             mains += backwards
         for spec in (main.spec for main in mains):
             assert is_valid(spec) and fits(spec, HOPPER_LIMIT), spec
-            assert (BIAS_TYPES[spec.bias], spec.mask) == (bias, mask) and spec.logit_slots in (1, 2)
+            assert (BIAS_TYPES[spec.bias], getattr(spec, "mask", False)) == (bias, mask)
+            assert spec.logit_slots in (1, 2)
             assert getattr(spec, "teams", 1) == 1, "a warp is left to copy them"
     assert not any(choose.reads_elsewhere(problem(d)) for d in dims)
     dropped = replace(problem(64), dropout=0.5)
@@ -283,10 +284,9 @@ def test_shared_bytes_of_bias_and_mask():
         row = {256: 128, 512: 256, 128: 128, 384: 256}[row]
         assert keys.shared_bytes - before[0] == keys.logit_slots * 64 * row
         assert queries.shared_bytes - before[1] == queries.logit_slots * 128 * row
-        if not (bias and mask):
+        if not mask:
             spec, before = (choose.hopper_backward(p, 16, False).spec for p in (one, plain))
-            row = {128: 256, 256: 512}[row] if bias else 128
-            assert spec.shared_bytes - before.shared_bytes == 2 * 64 * row and spec.logit_slots == 2
+            assert spec.shared_bytes - before.shared_bytes == 2 * 64 * 2 * row and spec.logit_slots == 2
 
 
 def test_shared_bytes_of_the_split_backward():

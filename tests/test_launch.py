@@ -322,7 +322,7 @@ def check_launch(gpu, call, one, packed):
     if template in call.main:
         options = problem.softcap is not None, problem.alibi, problem.dropout > 0
         assert (spec.softcap, spec.alibi, getattr(spec, "dropout", False)) == options
-        assert (spec.bias, spec.mask) == (BIAS_TYPES.index(problem.bias), problem.mask)
+        assert (spec.bias, getattr(spec, "mask", False)) == (BIAS_TYPES.index(problem.bias), problem.mask)
         assert getattr(spec, "deterministic", call.deterministic) == call.deterministic
     if hasattr(spec, "head_dim"):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
@@ -585,7 +585,7 @@ LOGITS = {  # makers of an array of the shape of the logits, and whether Hopper'
 LOGIT_SHAPES = [
     Shape(40, 40, 2, 70, 112, 4, 2),
     Shape(64, 64, 3, 5, 1296, 8, 2),  # packed rows
-    Shape(128, 128, 2, 200, 640, 4, 2),  # not split, but for both
+    Shape(128, 128, 2, 200, 640, 4, 2),  # not split, but for a mask
     Shape(192, 160, 2, 130, 144, 4, 2, "float16"),
     Shape(256, 256, 2, 70, 112, 4, 4),
 ]

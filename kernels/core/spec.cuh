@@ -73,9 +73,8 @@ struct HopperBackwardSpec {
   bool deterministic;
   int access;  // of the stores of dk and dv
   bool softcap, alibi;
-  int bias;  // BiasType
-  bool mask;
-  int logit_slots;  // tiles of bias and mask in flight
+  int bias;         // BiasType
+  int logit_slots;  // tiles of it in flight
 
   __device__ constexpr int block_k() const { return 64 * groups; }
   __device__ constexpr int threads() const { return 128 * (groups + 1); }

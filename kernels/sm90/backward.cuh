@@ -68,10 +68,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   int flags = 0, flags_before = 0, blocks = 0;
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
-  // The narrow stores, and softcap with a bias or a mask, have no registers left for lse; softcap with 128 queries, and
-  // a mask, none for delta.
+  // The narrow stores, and softcap with a bias, have no registers left for lse; softcap with 128 queries none for
+  // delta.
   constexpr bool kReadsAhead = kSpec.access == 16 && !(kSpec.softcap && TileLogits::kAny);
-  constexpr bool kDeltaAhead = !(kSpec.softcap && kBlockQ == 128) && !kSpec.mask;
+  constexpr bool kDeltaAhead = !(kSpec.softcap && kBlockQ == 128);
   constexpr int kPart = kSpec.access == 16 && !(kSpec.softcap && kSpec.alibi) ? 2 : 1;
   // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
   const uint32 zero = s.group < 0;
@@ -186,7 +186,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       if (flags >> group & 1)
         change.hide(prob, weights, tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
                     visible);
-      if constexpr (kSpec.mask) change.hide_masked(prob, weights, logits.column_mask(p.mask_map, first_row));
       logits.release();
     } else {
       if (flags >> group & 1)

@@ -45,7 +45,7 @@ struct BackwardTiles {  // in shared memory
   static constexpr int kKBytes = tile_bytes(kBlockK, kSpec.head_dim), kVBytes = tile_bytes(kBlockK, kSpec.head_dim_v);
   static constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ), kStatisticBytes = 8 * kBlockQ;
   static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 6;
-  using TileLogits = Logits<kSpec.bias, kSpec.mask, kBlockQ, kBlockK, kSpec.logit_slots>;
+  using TileLogits = Logits<kSpec.bias, false, kBlockQ, kBlockK, kSpec.logit_slots>;
 
   uint32 k, v, q, dout, ds, statistics, barriers;
   Job* jobs;
@@ -205,7 +205,7 @@ __device__ __forceinline__ void keep_order(const HopperBackwardParams& p, Backwa
   }
 }
 
-// The thread that copies bias and mask: another one, for that warp has no registers left.
+// The thread that copies the bias: another one, for that warp has no registers left.
 template <HopperBackwardSpec kSpec>
 __device__ __forceinline__ void copy_logits(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
   while (true) {

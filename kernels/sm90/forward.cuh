@@ -82,9 +82,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
-  const auto tiles_of_group = [&](int first_query) {
-    return first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
-  };
   Works works(p.order, s, blockIdx.x / kCluster * kTeams + team, gridDim.x / kCluster * kTeams);
 
   if (copies) {
@@ -141,17 +138,17 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       uint32 counts[kGroups] = {};
       for (; works.left(); works.next()) {
         const Work& work = works.work;
-        const int first = work.tile * block_q + rank * kGroups * queries;
         const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
 #pragma unroll 1
         for (int tile = tiles.last; tile >= tiles.first; --tile)
 #pragma unroll
           for (int group = 0; group < kGroups; ++group) {
-            const Range own = tiles_of_group(first + group * queries);
-            if (tile < own.first || tile > own.last) continue;
-            logits_of(group, counts[group]++)
-                .copy(p.bias, p.mask, {work.batch, head_of_q(work), first + group * queries, tile * kBlockK}, queries,
-                      kSpec.packed ? s.group : 1);
+            const int first = work.tile * block_q + (rank * kGroups + group) * queries;
+            const Range own = first < s.seqlen_q ? tiles_of(band, first, queries, kBlockK) : Range{0, -1};
+            if (tile >= own.first && tile <= own.last)
+              logits_of(group, counts[group]++)
+                  .copy(p.bias, p.mask, {work.batch, head_of_q(work), first, tile * kBlockK}, queries,
+                        kSpec.packed ? s.group : 1);
           }
       }
     }
@@ -285,7 +282,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
     seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
-    const Range own = tiles_of_group(first_query);
+    const Range own = first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
     const int before = tiles.last - own.last,
               after = own.first - tiles.first;  // tiles of others, from the last one down
     softmax = {};
