@@ -15,10 +15,11 @@ hopper = pytest.mark.skipif("sm90" not in tools.CUDA_PATHS, reason="needs a Hopp
 ADDRESS_WORD = 0
 
 
-def array(shape=(2, 5, 3, 64), steps=None, pointer=1 << 20):
-    """Something with the address and strides of a CuPy array of 16-bit elements."""
+def array(shape=(2, 5, 3, 64), steps=None, pointer=1 << 20, itemsize=2):
+    """Something with the address and strides of a CuPy array."""
     steps = steps or (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
-    return SimpleNamespace(data=SimpleNamespace(ptr=pointer), shape=shape, strides=tuple(2 * step for step in steps))
+    strides = tuple(itemsize * step for step in steps)
+    return SimpleNamespace(data=SimpleNamespace(ptr=pointer), shape=shape, strides=strides, itemsize=itemsize)
 
 
 # --- Maps, without a driver
@@ -102,6 +103,14 @@ def test_arguments_of_the_driver(driver, dtype, kind):
     assert driver.arguments == (kind, 4, 1 << 20, sizes, strides, [64, 1, 128, 1], [1, 1, 1, 1], (0, 3, 3, 0))
     tensor_map.encode(array(), dtype, 20, 3, pointer=1 << 30)
     assert driver.arguments[2] == 1 << 30 and driver.arguments[5] == [64, 3, 20, 1]
+
+
+@pytest.mark.parametrize("dtype, kind, itemsize", [("float32", 7, 4), ("bool", 0, 1)])
+def test_other_elements(driver, dtype, kind, itemsize):
+    """A row of a box has 128 bytes, whatever they are."""
+    tensor_map.encode(array(itemsize=itemsize), dtype, 20, 3)
+    strides = [itemsize * n for n in (64, 192, 960)]
+    assert driver.arguments[0] == kind and driver.arguments[4:6] == (strides, [128 // itemsize, 3, 20, 1])
 
 
 @pytest.mark.parametrize(
