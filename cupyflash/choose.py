@@ -130,6 +130,21 @@ HOPPER_FORWARD = {
 }
 # The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
+# The same for a bias and a mask: the first tiling of a row that leaves room for a tile of them for each warpgroup, or
+# for two. Not timed. By count, at 128: the products of 128 queries and 128 keys take 2048 cycles at best. In that time
+#   a 16-bit bias of every head and batch       32 KB, 16 bytes a cycle, where memory gives a multiprocessor 17; what
+#                                               heads share comes from L2, and one row for all is 256 bytes
+#   wavefronts of shared memory                 256 to bring it, 256 to read it (ldmatrix)
+#   instructions a score                        2.2, unpack and add, to about 6 of the softmax; of a mask 3
+# Expected: 0.7 of the speed without a bias, 0.8 where heads share it.
+# Tried: three warpgroups at 64 and 96 spill with packed or narrow rows and with a changed score.
+HOPPER_FORWARD_LOGITS = {
+    64: ((128, 1, 1, 2, 4, 6),),
+    96: ((96, 1, 1, 2, 4, 4),),
+    128: ((128, 1, 1, 2, 2, 4), (64, 1, 1, 2, 2, 4)),
+    192: ((64, 1, 1, 2, 2, 5),),
+    256: ((64, 1, 1, 2, 2, 4), (64, 1, 1, 2, 2, 3)),
+}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -187,6 +202,11 @@ BACKWARD_LOGITS = {
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
+# With a bias, not timed. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
+# In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
+# read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
+# where a mask, or a bias up to 64 columns, splits the backward, which then reads them twice.
+# Tried: 64, with one slot of keys: spills 16 bytes for a bias, 56 for a mask; 128: up to 20 for a mask, with ALiBi
 HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 
@@ -200,8 +220,11 @@ SPLIT = 512  # keys up to which two kernels are faster at 128
 #   one block a tile                                 full 0.86 to 1.00; causal, where nothing was in pairs, 0.83 at 512
 #                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
 HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
+HOPPER_KEYS_LOGITS = {192: (2, 3, 3)}  # the same for a bias and a mask
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
+HOPPER_STATIC = 1024  # bytes that are left for barriers where the tiles of bias and mask are counted
 HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout
+HOPPER_READ = 192  # and up to which their shared memory suffices for tiles of bias and mask; 128 for float32 and a mask
 
 # The gradient of a bias, head_dim up to: (block_q, block_k, warps, warps_q, blocks_per_sm), ... Not timed. At 8192
 # queries and keys, 32 heads of 128, a bias in bfloat16 for every logit, two products are 1.1 TFLOP: 2.9 ms at the 380
@@ -270,6 +293,15 @@ def _change(problem: Problem) -> tuple[bool, bool, bool]:
     return problem.softcap is not None, problem.alibi, problem.dropout > 0
 
 
+def _logits(problem: Problem) -> tuple[int, bool]:
+    return BIAS_TYPES.index(problem.bias), problem.mask
+
+
+def reads(problem: Problem) -> bool:
+    """Whether there is an array with something for each pair of a query and a key."""
+    return problem.bias is not None or problem.mask
+
+
 @functools.lru_cache(maxsize=1024)
 def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int, capability: int = 90) -> Variant:
     """Return the forward kernel for `problem` on a device with `shared_limit` bytes of shared memory in a block."""
@@ -278,10 +310,10 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     def make(tiling):
         _, _, warps, out_warps_q, *_ = tiling
         columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+        more = *_change(problem), *_logits(problem)
         return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
-    if problem.bias or problem.mask:
+    if reads(problem):
         first = FORWARD_LOGITS
     elif any(_change(problem)):
         first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
@@ -301,16 +333,28 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     d = round_up(problem.head_dim, 16)
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
 
-    def tiling_and_packed(table):
-        row = table[min(limit for limit in table if limit >= max(d, dv))]
-        tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
-        return tiling, access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
+    def row(table):
+        return table[min(limit for limit in table if limit >= max(d, dv))]
 
-    tiling, packed = tiling_and_packed(HOPPER_FORWARD)
-    if problem.dropout or any(_change(problem)) and (packed or access < 16):
-        tiling, packed = tiling_and_packed(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)
-    spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem))
+    def make(tiling, logit_slots=0):
+        packed = access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
+        more = *_change(problem), *_logits(problem), logit_slots
+        return HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *more)
+
+    if reads(problem):
+        spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS))
+    else:
+        at = 2 * problem.banded + (problem.seqlen_k > SHORT)
+        spec = make(row(HOPPER_FORWARD)[at])
+        if problem.dropout or any(_change(problem)) and (spec.packed or access < 16):
+            spec = make(row(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)[at])
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
+
+
+def _with_logits(make, tilings: tuple):
+    """Return the spec of the first tiling that leaves room for two tiles of bias and mask, or one."""
+    specs = [make(tiling, slots) for tiling in tilings for slots in (2, 1)]
+    return next(spec for spec in specs if spec.shared_bytes + HOPPER_STATIC <= SHARED_LIMIT[90])
 
 
 def _packing_pays(problem: Problem, groups: int) -> bool:
@@ -329,14 +373,13 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     def make(tiling):
         _, _, warps, _, grad_warps_k, dq_warps_q, *_ = tiling
         columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+        more = *_change(problem), *_logits(problem)
         return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
-    reads = problem.bias is not None or problem.mask
-    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads)
+    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads(problem))
     spare = problem.dropout or access < 16 and any(_change(problem))
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
-    if reads:
+    if reads(problem):
         first = BACKWARD_SPARE | BACKWARD_LOGITS
     spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
@@ -345,16 +388,26 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 def split(problem: Problem) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    With dropout always: the one kernel has no registers left for it.
+    Also with dropout or a mask, and with a bias up to 64: the one kernel has no registers left.
     """
     width = max(problem.head_dim, problem.head_dim_v)
-    return problem.dropout > 0 or width > 128 or width > 64 and problem.seqlen_k <= SPLIT
+    if problem.dropout or problem.mask or width > 128:
+        return True
+    return problem.bias is not None if width <= 64 else problem.seqlen_k <= SPLIT
 
 
 def drops_elsewhere(problem: Problem) -> bool:
     """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout."""
     wide = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
     return problem.dropout > 0 and (wide or problem.softcap is not None or problem.alibi)
+
+
+def reads_elsewhere(problem: Problem) -> bool:
+    """Whether the backward must take the portable kernel: Hopper's have no room left for its bias and mask, in shared
+    memory, or beside dropout, in registers."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    widest = 128 if problem.bias == "float32" and problem.mask else HOPPER_READ
+    return reads(problem) and (problem.dropout > 0 or width > widest)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -366,7 +419,12 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     access = 16 if access == 16 else min(access, 4)
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2])
+
+    def make(tiling, logit_slots=0):
+        more = *_change(problem)[:2], BIAS_TYPES.index(problem.bias), logit_slots
+        return HopperBackwardSpec(d, dv, *tiling, deterministic, access, *more)
+
+    spec = _with_logits(make, (HOPPER_BACKWARD[d],)) if reads(problem) else make(HOPPER_BACKWARD[d])
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
 
 
@@ -388,8 +446,15 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
     access = 16 if access == 16 else min(access, 4)
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
     width = min(n for n in HOPPER_KEYS if n >= max(d, dv))
-    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, *_change(problem))
-    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, *_change(problem))
+
+    def make(kind, table):
+        def of(tiling, logit_slots=0):
+            return kind(d, dv, *tiling, access, *_change(problem), *_logits(problem), logit_slots)
+
+        return _with_logits(of, (table[width],)) if reads(problem) else of(table[width])
+
+    keys = make(HopperKeysSpec, HOPPER_KEYS | HOPPER_KEYS_LOGITS if reads(problem) else HOPPER_KEYS)
+    queries = make(HopperQueriesSpec, HOPPER_QUERIES)
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
         Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),

@@ -11,6 +11,7 @@ import functools
 import math
 import threading
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import cupy
 import numpy as np
@@ -26,6 +27,7 @@ from .structs import (
     HOPPER_BACKWARD_PARAMS,
     HOPPER_FORWARD_PARAMS,
     HOPPER_POINTERS,
+    LOGIT_MAP,
     MAP,
     STATISTIC_TILE,
     fill,
@@ -70,6 +72,18 @@ class Launch:
         return (driver.launchCooperativeKernel, before, ()) if self.cooperative else (driver.launchKernel, before, (0,))
 
 
+class Rest(NamedTuple):
+    """What a backward reads and writes beside the arrays of rows: arrays, or None."""
+
+    lse: object
+    dlse: object
+    slopes: object
+    sink: object
+    bias: object
+    mask: object
+    dbias: object
+
+
 @dataclass(frozen=True)
 class Plan:
     """The launches of one pass and their struct, which lacks nothing but the pointers."""
@@ -84,7 +98,8 @@ class Plan:
     @classmethod
     def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=()) -> Plan:
         slots = tuple(
-            params.dtype.fields[name][1] // 8 + (tensor_map.address_word() if params.dtype[name] == MAP else 0)
+            params.dtype.fields[name][1] // 8
+            + (tensor_map.address_word() if params.dtype[name] in (MAP, LOGIT_MAP) else 0)
             for name in names
         )
         kernels = tuple(launch.kernel for launch in launches)
@@ -118,9 +133,10 @@ def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bi
         return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed, bias, mask)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
-    rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink, bias, mask)])
+    rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink)])
+    logits = tuple([None if x is None else (x.data.ptr & 15, x.strides) for x in (bias, mask)])
     device = cupy.cuda.runtime.getDevice()
-    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, out.itemsize)
+    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, logits, out.itemsize)
     plan = _plans.get(key)
     if plan is None:
         plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink, bias, mask))
@@ -156,11 +172,13 @@ def backward(
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
-    more = tuple([None if x is None else x.strides for x in (slopes, sink, bias, mask)])
-    key = (problem, device, layouts, more, None if dbias is None else dbias.shape, out.itemsize, deterministic)
+    more = tuple([None if x is None else x.strides for x in (slopes, sink)])
+    logits = tuple([None if x is None else (x.data.ptr & 15, x.strides) for x in (bias, mask)])
+    shape = None if dbias is None else dbias.shape
+    key = (problem, device, layouts, more, logits, shape, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        rest = lse, dlse, slopes, sink, bias, mask, dbias
+        rest = Rest(lse, dlse, slopes, sink, bias, mask, dbias)
         plan = _remember(key, _plan_backward(problem, arrays, rest, deterministic))
     statistics, sum_size, turns, parts_size = plan.workspace
     delta = cupy.empty(statistics, np.float32)
@@ -184,6 +202,8 @@ def backward(
         _pointer(dbias),
         _pointer(parts),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
+        _pointer(bias),
+        _pointer(mask),
     )
 
 
@@ -251,8 +271,8 @@ def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask)
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90" and bias is mask is None:
-        plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink)
+    if path == "sm90":
+        plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
     return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
 
 
@@ -273,8 +293,8 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slo
     return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
 
 
-def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink) -> Plan | None:
-    """Return None where the copy engine does not read the layout of q, k or v."""
+def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan | None:
+    """Return None where the copy engine does not read the layout of q, k, v, bias or mask."""
     if not all(map(tensor_map.possible, (q, k, v))):
         return None
     float32_out = out.dtype == np.float32
@@ -294,6 +314,8 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
         if words is None:
             return None
         params[name] = words
+    if not _fill_logit_maps(params, problem, {"bias": bias, "mask": mask}, queries, group):
+        return None
     heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
     clusters = _attribute(device, "MultiProcessorCount") // spec.cluster
     params["order"], runs = _order(problem, heads, tiles, clusters * spec.teams)
@@ -305,7 +327,32 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
     fill(params, "sink", sink)
     fill_dropout(params, problem)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
-    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score", "sink", "dropout"))
+    names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "bias", "mask")
+    return Plan.of((launch,), params, names)
+
+
+def _fill_logit_maps(params: np.ndarray, problem: Problem, arrays: dict, rows: int, heads: int = 1) -> bool:
+    """Whether the copy engine reads these arrays of the shape of the logits, or None, in boxes of `heads` and `rows`.
+
+    Along an axis with one entry for all, a box has that entry alone.
+    """
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        if x.shape[3] > 1 and x.strides[3] != x.itemsize:
+            return False
+        x = x.swapaxes(1, 2)
+        own = [n > 1 and stride != 0 for n, stride in zip(x.shape[:3], x.strides)]
+        x = x[tuple(slice(None if has else 1) for has in own)]
+        batch, row, head = own
+        if not tensor_map.possible(x):
+            return False
+        dtype = problem.bias if name.startswith("bias") else "bool"
+        words = tensor_map.encode(x, dtype, rows if row else 1, heads if head else 1)
+        if words is None:
+            return False
+        params[name] = (words, batch, head, row)
+    return True
 
 
 def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple, int]:
@@ -316,12 +363,11 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
     return (heads, tiles, runs, all_runs, paired), all_runs
 
 
-def _plan_backward(problem: Problem, arrays: tuple, rest: tuple, deterministic: bool) -> Plan:
-    """`rest`: lse, dlse, slopes, sink, bias, mask and dbias, or None in their places."""
+def _plan_backward(problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90" and not (problem.bias or problem.mask or choose.drops_elsewhere(problem)):
+    if path == "sm90" and not choose.drops_elsewhere(problem) and not choose.reads_elsewhere(problem):
         if choose.split(problem):
             plan = _plan_split_backward(device, problem, arrays, rest)
         else:
@@ -329,7 +375,7 @@ def _plan_backward(problem: Problem, arrays: tuple, rest: tuple, deterministic: 
     return plan or _plan_portable_backward(device, problem, arrays, rest, deterministic)
 
 
-def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, rest: tuple, deterministic: bool) -> Plan:
+def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
     spec = main.spec
@@ -339,7 +385,7 @@ def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, rest: 
     _fill_backward(params, problem, arrays, rest)
     params["sizes"] = sizes(problem, _backward_section(problem))
     before = choose.before_backward(main, out.dtype == np.float32, access)
-    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest[-1])
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest.dbias)
     launches = (
         _launch_before(problem, before),
         Launch.of(main, blocks),
@@ -411,10 +457,8 @@ def _statistic_rows(problem: Problem) -> int:
     return -(-problem.seqlen_q // STATISTIC_TILE) * STATISTIC_TILE
 
 
-def _plan_hopper_backward(
-    device: int, problem: Problem, arrays: tuple, rest: tuple, deterministic: bool
-) -> Plan | None:
-    """Return None where the copy engine does not read the layout of q, k, v or dout."""
+def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan | None:
+    """Return None where the copy engine does not read the layout of q, k, v, dout or bias."""
     *copied, out, dq, dk, dv = arrays
     if not all(map(tensor_map.possible, copied)):
         return None
@@ -423,7 +467,8 @@ def _plan_hopper_backward(
     spec = main.spec
     params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
     rows = (spec.block_q, spec.block_k, spec.block_k, spec.block_q)
-    if not _fill_maps(params, problem, copied, rows):
+    logits = {"bias_map": rest.bias}
+    if not _fill_maps(params, problem, copied, rows) or not _fill_logit_maps(params, problem, logits, spec.block_q):
         return None
     pairs_q, tiles = problem.batch * problem.heads_q, -(-problem.seqlen_k // spec.block_k)
     most = _attribute(device, "MultiProcessorCount")
@@ -435,7 +480,7 @@ def _plan_hopper_backward(
         most = most // tiles * tiles
     params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem, L2_SHARE_SUMMED))
     _fill_backward(params, problem, arrays, rest)
-    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest[-1])
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest.dbias)
     launches = (
         _launch_before(problem, before),
         Launch.of(main, min(most, runs), cooperative),
@@ -459,8 +504,8 @@ def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[i
     return True
 
 
-def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: tuple) -> Plan | None:
-    """Return None where the copy engine does not read the layout of q, k, v or dout.
+def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
+    """Return None where the copy engine does not read the layout of q, k, v, dout, bias or mask.
 
     No sum depends on the order in which blocks run, so that every call is deterministic.
     """
@@ -468,7 +513,8 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: tup
     if not all(map(tensor_map.possible, copied)):
         return None
     params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
-    if not _fill_maps(params, problem, copied, (64, 64, 64, 64)):
+    logits = {"bias_map": rest.bias, "mask_map": rest.mask}
+    if not _fill_maps(params, problem, copied, (64, 64, 64, 64)) or not _fill_logit_maps(params, problem, logits, 64):
         return None
     keys, queries = choose.hopper_split_backward(problem, _access(problem, (dq, dk, dv)))
     before = choose.before_backward(keys, out.dtype == np.float32, _access(problem, (copied[-1], out)))
@@ -481,7 +527,7 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: tup
     params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
     params["sizes"] = sizes(problem, section)
     _fill_backward(params, problem, arrays, rest)
-    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest[-1])
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest.dbias)
     launches = (
         _launch_before(problem, before),
         Launch.of(keys, min(most, runs_k)),
@@ -492,13 +538,12 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: tup
     return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0, parts_size))
 
 
-def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, rest: tuple) -> None:
-    lse, dlse, slopes, sink, bias, mask, _ = rest
-    for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
+def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest) -> None:
+    for name, x in zip(BACKWARD_PARAMS.names, (*arrays, rest.lse, rest.dlse)):
         fill(params, name, x)
-    fill_score(params, problem, slopes)
-    fill(params, "sink", sink)
+    fill_score(params, problem, rest.slopes)
+    fill(params, "sink", rest.sink)
     fill_dropout(params, problem)
-    fill_logits(params, "bias", bias)
-    fill_logits(params, "mask", mask)
+    fill_logits(params, "bias", rest.bias)
+    fill_logits(params, "mask", rest.mask)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

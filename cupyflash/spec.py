@@ -10,6 +10,12 @@ from dataclasses import dataclass, fields
 BIAS_TYPES = (None, "float16", "bfloat16", "float32")  # BiasType in kernels/any/logits.cuh
 
 
+def _logit_bytes(bias: int, mask: bool, rows: int, cols: int) -> int:
+    """Of the tiles of a bias and a mask in shared memory, in panels of 128 bytes a row."""
+    items = (0, 2, 2, 4)[bias], int(mask)
+    return rows * 128 * sum(-(-cols * item // 128) for item in items)
+
+
 def _literal(value: int | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
@@ -80,6 +86,9 @@ class HopperForwardSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    logit_slots: int = 0
 
     blocks_per_sm = 1
 
@@ -100,7 +109,9 @@ class HopperForwardSpec(Spec):
     @property
     def shared_bytes(self) -> int:
         width = -(-max(self.head_dim, self.head_dim_v) // 64) * 64
-        return 2 * width * self.teams * (self.q_slots * 64 + self.slots * self.block_k) + 1024
+        tiles = 2 * width * self.teams * (self.q_slots * 64 + self.slots * self.block_k)
+        logits = self.groups * self.logit_slots * _logit_bytes(self.bias, self.mask, 64, self.block_k)
+        return tiles + logits + 1024
 
 
 @dataclass(frozen=True)
@@ -147,6 +158,8 @@ class HopperBackwardSpec(Spec):
     access: int
     softcap: bool = False
     alibi: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    logit_slots: int = 0
 
     blocks_per_sm = 1
 
@@ -163,7 +176,8 @@ class HopperBackwardSpec(Spec):
         width = sum(-(-n // 64) * 64 for n in (self.head_dim, self.head_dim_v))
         scores, statistics = 2 * self.block_k * self.block_q, 8 * self.stages * self.block_q
         tiles = 2 * ((self.key_slots * self.block_k + self.stages * self.block_q) * width + scores)
-        return tiles + statistics + 1024
+        logits = self.logit_slots * _logit_bytes(self.bias, False, self.block_q, self.block_k)
+        return tiles + statistics + logits + 1024
 
 
 @dataclass(frozen=True)
@@ -179,6 +193,9 @@ class HopperKeysSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    logit_slots: int = 0
 
     blocks_per_sm, threads, block_k = 1, 384, 64
 
@@ -188,7 +205,8 @@ class HopperKeysSpec(Spec):
         keys = max(0, d - 64 * self.kept) + max(0, dv - 64 * self.kept)
         tiles = self.slots * d + self.slots_dout * dv
         handover, statistics = 2 * 2 * 64 * 64, 4 * 64 * (self.slots + self.slots_dout)
-        return 2 * 64 * (keys + tiles) + handover + statistics + 1024
+        logits = self.logit_slots * _logit_bytes(self.bias, self.mask, 64, 64)
+        return 2 * 64 * (keys + tiles) + handover + statistics + logits + 1024
 
 
 @dataclass(frozen=True)
@@ -203,12 +221,16 @@ class HopperQueriesSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    logit_slots: int = 0
 
     blocks_per_sm, threads, block_q = 1, 384, 128
 
     @property
     def shared_bytes(self) -> int:
-        return 2 * 64 * ((2 + self.slots) * self.head_dim + (2 + self.slots_v) * self.head_dim_v) + 1024
+        tiles = 2 * 64 * ((2 + self.slots) * self.head_dim + (2 + self.slots_v) * self.head_dim_v)
+        return tiles + self.logit_slots * _logit_bytes(self.bias, self.mask, self.block_q, 64) + 1024
 
 
 @dataclass(frozen=True)

@@ -50,31 +50,43 @@ BACKWARD_PARAMS = np.dtype(
 
 ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "paired")])
 MAP = np.dtype(("u8", tensor_map.WORDS))
+LOGIT_MAP = np.dtype(
+    {
+        "names": ["map", "batch", "head", "row"],
+        "formats": [MAP, "i4", "i4", "i4"],
+        "offsets": [0, 128, 132, 136],
+        "itemsize": 192,
+    }
+)
+_names = ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score", "sink", "dropout"]
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score", "sink", "dropout"],
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT],
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704],
-        "itemsize": 768,
+        "names": [*_names, "bias", "mask"],
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT]
+        + [LOGIT_MAP, LOGIT_MAP],
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704, 768, 960],
+        "itemsize": 1152,
     }
 )
 # The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
 _maps = -(-BACKWARD_PARAMS.itemsize // 64) * 64
 HOPPER_BACKWARD_PARAMS = np.dtype(
     {
-        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries", "rotated"],
-        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER, "i4"],
+        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries", "rotated"]
+        + ["bias_map", "mask_map"],
+        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER, "i4"]
+        + [LOGIT_MAP, LOGIT_MAP],
         "offsets": [
             *(BACKWARD_PARAMS.fields[n][1] for n in BACKWARD_PARAMS.names),
-            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532, 552)),
+            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532, 552, 576, 768)),
         ],
-        "itemsize": _maps + 576,
+        "itemsize": _maps + 960,
     }
 )
 # And the seed, in the place of one.
 FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "bias", "mask")
 BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"),)
-HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map")
+HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map", "bias_map", "mask_map")
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 LARGEST = float(np.finfo(np.float32).max)

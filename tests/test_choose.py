@@ -9,7 +9,7 @@ import pytest
 
 from cupyflash import choose, compiler
 from cupyflash.problem import Problem
-from cupyflash.spec import Variant
+from cupyflash.spec import BIAS_TYPES, Variant
 
 LIMITS = (49152, 65536, 101376, 166912, 232448)  # bytes of shared memory that a block may have
 STATIC = 16  # bytes beside the dynamic memory: the ticket of the deterministic backward
@@ -104,13 +104,15 @@ def is_valid(spec):
 def fits(spec, limit):
     static = STATIC if getattr(spec, "deterministic", False) else 0
     if isinstance(spec, choose.HopperForwardSpec):
-        static = 8 * spec.teams * (2 * spec.slots + 3 * spec.q_slots)  # the barriers
+        logits = 2 * spec.groups * spec.logit_slots
+        static = 8 * (spec.teams * (2 * spec.slots + 3 * spec.q_slots) + logits)  # the barriers
     if isinstance(spec, choose.HopperBackwardSpec):
-        static = 8 * (4 * (spec.key_slots + spec.stages) + 6) + 32 * spec.stages + 12 * spec.key_slots
+        static = 8 * (4 * (spec.key_slots + spec.stages) + 6 + 2 * spec.logit_slots)
+        static += (32 + 16) * spec.stages + 12 * spec.key_slots
     if isinstance(spec, choose.HopperKeysSpec):
-        static = 8 * (4 + 2 * (spec.slots + spec.slots_dout) + 16)
+        static = 8 * (4 + 2 * (spec.slots + spec.slots_dout + spec.logit_slots) + 16)
     if isinstance(spec, choose.HopperQueriesSpec):
-        static = 8 * 2 * (2 + spec.slots + spec.slots_v)
+        static = 8 * 2 * (2 + spec.slots + spec.slots_v + 2 * spec.logit_slots)
     return spec.shared_bytes + static <= limit and spec.shared_bytes * spec.blocks_per_sm <= limit
 
 
@@ -278,6 +280,50 @@ def test_split_backward():
                     spec = variant.spec
                     assert is_valid(spec) and fits(spec, HOPPER_LIMIT) and spec.access == stored, spec
                     assert d <= spec.head_dim < d + 64 and dv <= spec.head_dim_v < dv + 64
+
+
+@pytest.mark.parametrize(
+    "bias, mask", [("bfloat16", False), ("float32", False), (None, True), ("float16", True), ("float32", True)]
+)
+def test_bias_and_mask_on_hopper(bias, mask):
+    """Each warpgroup has one or two tiles of them; where a backward has no room, the portable kernels do it."""
+    dims = (1, 16, 64, 65, 96, 97, 128, 129, 192, 193, 256)
+    for d, dv, seqlen_k in product(dims, dims, (512, 513)):
+        one = replace(problem(d, dv), seqlen_k=seqlen_k, bias=bias, mask=mask)
+        mains = [choose.hopper_forward(one, 16, False), choose.hopper_forward(one, 2, True)]
+        assert choose.reads_elsewhere(one) == (max(d, dv) > (128 if (bias, mask) == ("float32", True) else 192))
+        if not choose.reads_elsewhere(one):
+            single = 64 < max(d, dv) <= 128 and seqlen_k > 512 and not mask
+            assert choose.split(one) != single
+            backwards = (choose.hopper_backward(one, 16, False),) if single else choose.hopper_split_backward(one, 16)
+            mains += backwards
+        for spec in (main.spec for main in mains):
+            assert is_valid(spec) and fits(spec, HOPPER_LIMIT), spec
+            assert (BIAS_TYPES[spec.bias], getattr(spec, "mask", False)) == (bias, mask)
+            assert spec.logit_slots in (1, 2)
+            assert getattr(spec, "teams", 1) == 1, "a warp is left to copy them"
+    assert not any(choose.reads_elsewhere(problem(d)) for d in dims)
+    dropped = replace(problem(64), dropout=0.5)
+    assert choose.reads_elsewhere(replace(dropped, bias=bias, mask=mask)) and not choose.reads_elsewhere(dropped)
+
+
+def test_shared_bytes_of_bias_and_mask():
+    """In panels of 128 bytes a row: of a mask, 128 columns, even if only 64 are there."""
+    plain = replace(problem(128), seqlen_k=513)
+    expected = {("bfloat16", False): 256, ("float32", False): 512, (None, True): 128, ("float16", True): 384}
+    for (bias, mask), row in expected.items():
+        one = replace(plain, bias=bias, mask=mask)
+        spec = choose.hopper_forward(one, 16, False).spec
+        assert (spec.block_k, spec.groups, spec.q_slots, spec.slots) == (128, 2, 2, 4)
+        assert spec.shared_bytes == 1024 + 2 * 128 * (2 * 64 + 4 * 128) + 2 * spec.logit_slots * 64 * row
+        keys, queries = (variant.spec for variant in choose.hopper_split_backward(one, 16))
+        before = [variant.spec.shared_bytes for variant in choose.hopper_split_backward(plain, 16)]
+        row = {256: 128, 512: 256, 128: 128, 384: 256}[row]
+        assert keys.shared_bytes - before[0] == keys.logit_slots * 64 * row
+        assert queries.shared_bytes - before[1] == queries.logit_slots * 128 * row
+        if not mask:
+            spec, before = (choose.hopper_backward(p, 16, False).spec for p in (one, plain))
+            assert spec.shared_bytes - before.shared_bytes == 2 * 64 * 2 * row and spec.logit_slots == 2
 
 
 def test_shared_bytes_of_the_split_backward():

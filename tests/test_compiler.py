@@ -226,6 +226,7 @@ NESTED = {
     structs.DROPOUT: "cupyflash::Dropout",
     structs.LOGIT_ARRAY: "cupyflash::LogitArray",
     structs.BIAS_GRADIENT: "cupyflash::BiasGradient",
+    structs.LOGIT_MAP: "cupyflash::LogitMap",
 }
 
 
@@ -241,6 +242,7 @@ def test_struct_twins():
         "Dropout": structs.DROPOUT,
         "LogitArray": structs.LOGIT_ARRAY,
         "BiasGradient": structs.BIAS_GRADIENT,
+        "LogitMap": structs.LOGIT_MAP,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
@@ -519,6 +521,30 @@ def test_dbias_fits(head_dim):
             limit = choose.SHARED_LIMIT[int(arch[3:])]
             variant = bias_gradient(head_dim, bias="float16", shape=shape, packed=packed, limit=limit, **more)
             assert compiler.compile_offline(variant, arch).spill_bytes == 0, variant.expression
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", choose.FORWARD)
+def test_bias_and_mask_fit_on_hopper(head_dim):
+    """With what takes the most registers beside them."""
+    plain = Problem("bfloat16", 1, 4096, 4096, 2, 2, head_dim, head_dim, 1.0)
+    both = {"softcap": 2.0, "alibi": True}
+    packed = dataclasses.replace(plain, bias="float32", mask=True, heads_q=6, seqlen_q=3, **both)
+    variants = [choose.hopper_forward(packed, 16, False)]
+    for more in ({"bias": "bfloat16"}, {"mask": True, **both}, {"bias": "float16", "mask": True, **both}):
+        problem = dataclasses.replace(plain, **more)
+        variants.append(choose.hopper_forward(problem, 16, "softcap" in more))
+        if choose.reads_elsewhere(problem):
+            continue
+        if choose.split(problem):
+            variants += choose.hopper_split_backward(problem, 2 if "softcap" in more else 16)
+        else:
+            variants.append(choose.hopper_backward(problem, 16, "softcap" in more))
+    for variant in variants:
+        report = compiler.compile_offline(variant, "sm_90")
+        assert report.spill_bytes == 0 and not report.remarks, variant.expression
+        found = instructions(report.cubin)[0]
+        assert tuple(found[opcode] for opcode in HGMMA) == group_products(variant), variant.expression
 
 
 @needs_nvrtc

@@ -47,6 +47,12 @@ def array(shape, dtype, pad=0, offset=0):
     return memory[start:end].view(dtype).reshape(*outer, width + pad)[..., :width].view(Array)
 
 
+def of_logits(problem, arrays):
+    """Those of bias and mask that are given, in the shape of the logits."""
+    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    return {n: np.broadcast_to(arrays[n], shape, subok=True) for n in OF_LOGITS if n in arrays}
+
+
 @dataclass
 class Launched:
     """What the driver was given."""
@@ -273,7 +279,7 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     if lse:
         arrays["lse"] = got[1]
     on_hopper = gpu.path == "sm90" and not gpu.refuses and copyable(*(arrays[name] for name in "qkv"))
-    on_hopper = on_hopper and not any(name in arrays for name in OF_LOGITS)
+    on_hopper = on_hopper and all(map(readable, of_logits(problem, arrays).values()))
     main = ("hopper_forward" if on_hopper else "forward",)
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main)
     check(gpu, call)
@@ -293,8 +299,9 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     main = ("backward",)
     assert ("dbias" in arrays) == ("bias" in arrays)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
-    copied = copied and not any(name in arrays for name in OF_LOGITS)
-    if gpu.path == "sm90" and not gpu.refuses and copied and not choose.drops_elsewhere(problem):
+    copied = copied and all(map(readable, of_logits(problem, arrays).values()))
+    elsewhere = choose.drops_elsewhere(problem) or choose.reads_elsewhere(problem)
+    if gpu.path == "sm90" and not gpu.refuses and copied and not elsewhere:
         main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, deterministic)
     check(gpu, call)
@@ -308,6 +315,13 @@ def copyable(*arrays):
 
 
 # --- What is true by definition
+
+
+def readable(x):
+    """Whether the copy engine reads this bias or mask, of the shape of the logits."""
+    steps = [step for step, n in zip(x.strides[:3], x.shape) if n > 1 and step != 0]
+    contiguous = x.shape[3] == 1 or x.strides[3] == x.itemsize
+    return contiguous and x.ctypes.data % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def check(gpu, call):
@@ -325,6 +339,7 @@ def check(gpu, call):
         check_launch(gpu, call, one, packed)
     for one in call.launched:
         check_params(call, one.params)
+        check_logits(call, one)
         if one.variant.template.startswith("hopper"):
             check_maps(call, one)
     if "dq" in call.arrays:
@@ -499,10 +514,10 @@ def check_params(call, params):
     if slopes is not None:  # as many as rows of lse, so that one for all batches has the stride 0
         slopes = np.broadcast_to(slopes, (problem.batch, problem.heads_q))
     check_array(score.item()[:3], slopes, "slopes")
-    logits = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
-    for name in OF_LOGITS if "bias" in names else ():
-        x = arrays.get(name)
-        check_array(params[name].item(), None if x is None else np.broadcast_to(x, logits), name)
+    given = of_logits(problem, arrays)
+    for name in OF_LOGITS:
+        if name in names and params.dtype[name] == structs.LOGIT_ARRAY:
+            check_array(params[name].item(), given.get(name), name)
     if "dsink" in names:
         assert problem.bias or params["dbias"].item() == (0,) * 8
         assert params["dsink"] == (arrays["dsink"].ctypes.data if problem.sink else 0)
@@ -519,6 +534,33 @@ def check_params(call, params):
         assert (low, max(low, high)) == problem.key_range(query, query + 1)
     assert 1 <= sizes["section"] <= problem.batch * problem.heads_q
     assert (sizes["scale"], sizes["scale_log2"]) == (np.float32(problem.scale), np.float32(problem.scale / math.log(2)))
+
+
+def check_logits(call, one):
+    """Maps where Hopper's copy engine reads bias and mask."""
+    given = of_logits(call.problem, call.arrays)
+    for name in OF_LOGITS:
+        if one.variant.template.startswith("hopper"):
+            record = one.params[f"{name}_map" if "dq" in call.arrays else name]
+            check_logit_map(call, one.spec, record, given.get(name))
+
+
+def check_logit_map(call, spec, record, x):
+    """A box is 128 bytes wide; along an axis with one entry for all it has that alone, and no coordinate counts."""
+    if x is None:
+        assert not record["map"].any()
+        return
+    rows, heads = spec.block_q if isinstance(spec, choose.HopperBackwardSpec) else 64, 1  # of a warpgroup
+    if getattr(spec, "packed", False):
+        rows, heads = 64 // call.problem.group, call.problem.group
+    own = [n > 1 and stride != 0 for n, stride in zip(x.shape[:3], x.strides)]
+    assert [record[axis] for axis in ("batch", "head", "row")] == own
+    batch, head, seqlen = (n if has else 1 for n, has in zip(x.shape, own))
+    strides = [x.strides[axis] if own[axis] else 16 for axis in (1, 2, 0)]
+    box = [128 // x.itemsize, heads if own[1] else 1, rows if own[2] else 1, 1]
+    kind = 0 if x.dtype == bool else tensor_map.ELEMENT_TYPES[call.problem.bias]
+    expected = [kind, x.shape[3], head, seqlen, batch, *strides, *box, x.ctypes.data]
+    assert record["map"][: ADDRESS_WORD + 1].tolist() == expected
 
 
 def check_array(record, x, name):
@@ -622,6 +664,63 @@ def test_backward(gpu, shape, options):
             call = backward(gpu, shape, options, dlse, deterministic)
     assert len(launch._plans) == 4 and len(gpu.built) == 4 * len(call.launched)
     backward(gpu, shape, options, float32_out=True)
+
+
+LOGITS = {  # makers of an array of the shape of the logits, and whether Hopper's copy engine reads them
+    "whole": (True, array),
+    "padded": (True, partial(array, pad=64)),
+    "one head": (True, lambda shape, dtype: array((shape[0], 1, *shape[2:]), dtype)),
+    "one batch": (True, lambda shape, dtype: array((1, *shape[1:]), dtype)),
+    "one query": (True, lambda shape, dtype: array((*shape[:2], 1, shape[3]), dtype)),
+    "keys alone": (True, lambda shape, dtype: array((1, 1, 1, shape[3]), dtype)),
+    "queries first": (True, lambda shape, dtype: array((shape[2], *shape[:2], shape[3]), dtype).transpose(1, 2, 0, 3)),
+    "one key": (False, lambda shape, dtype: array((*shape[:3], 1), dtype)),
+    "odd rows": (False, partial(array, pad=1)),
+    "odd address": (False, partial(array, offset=1)),
+    "every second key": (False, lambda shape, dtype: array((*shape[:3], 2 * shape[3]), dtype)[..., ::2]),
+    "backwards": (False, lambda shape, dtype: array(shape, dtype)[:, :, ::-1]),
+}
+LOGIT_SHAPES = [
+    Shape(40, 40, 2, 70, 112, 4, 2),
+    Shape(64, 64, 3, 5, 1296, 8, 2),  # packed rows
+    Shape(128, 128, 2, 200, 640, 4, 2),  # not split, but for a mask
+    Shape(192, 160, 2, 130, 144, 4, 2, "float16"),
+    Shape(256, 256, 2, 70, 112, 4, 4),
+]
+
+
+@both_paths
+@pytest.mark.parametrize("layout", LOGITS)
+@pytest.mark.parametrize("shape", LOGIT_SHAPES, ids=name_of)
+@pytest.mark.parametrize("bias, mask", [("bfloat16", False), ("float32", False), (None, True), ("float32", True)])
+def test_bias_and_mask(gpu, shape, layout, bias, mask):
+    """Below the public functions: they are given in the shape of the logits, as views."""
+    readable, make = LOGITS[layout]
+    logits = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
+    for made in (make, array, make):  # strides and alignment that differ need another plan
+        given = {"bias": tools.DTYPES.get(bias), "mask": np.dtype(bool) if mask else None}
+        given = {n: np.broadcast_to(made(logits, t), logits, subok=True) for n, t in given.items() if t is not None}
+        problem, arrays, _ = prepared(shape, {}, ("dout", "q", "k", "v", "out", "lse"), False, {})
+        problem, hopper = replace(problem, bias=bias, mask=mask), gpu.path == "sm90" and (readable or made is array)
+        gpu.launched.clear()
+        forwards = [arrays[name] for name in ("q", "k", "v", "out", "lse")]
+        launch.forward(problem, *forwards, None, None, 0, given.get("bias"), given.get("mask"))
+        del arrays["dout"]
+        main = ("hopper_forward" if hopper else "forward",)
+        check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main))
+        gpu.launched.clear()
+        arrays["dout"] = array(arrays["out"].shape, arrays["q"].dtype)
+        arrays |= {f"d{name}": array(arrays[name].shape, arrays[name].dtype) for name in "qkv"}
+        backwards = [arrays.get(name) for name in ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv")]
+        if bias is not None:
+            arrays["dbias"] = array(logits, given["bias"].dtype)
+        rest = given.get("bias"), given.get("mask"), arrays.get("dbias")
+        launch.backward(problem, *backwards, None, None, None, True, 0, *rest)
+        main = ("backward",)
+        if hopper and not choose.reads_elsewhere(problem):
+            main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
+        check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main, True))
+    assert len(launch._plans) == (2 if make is array else 4)
 
 
 LAYOUTS = {

@@ -18,6 +18,13 @@ __device__ __forceinline__ void load_matrix(uint32 (&r)[4], uint32 address) {
                : "memory");
 }
 
+__device__ __forceinline__ void load_matrix_transposed(uint32 (&r)[4], uint32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
 struct float16 {
   unsigned short bits;
 

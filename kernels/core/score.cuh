@@ -107,8 +107,7 @@ struct ScoreChange {
   }
   // And what a mask does not show.
   template <int kCols, class Shown>
-  __device__ __forceinline__ void hide_masked(Accumulator<kCols>& x, Weights<kCols>& rounded,
-                                              const Shown& shown) const {
+  __device__ __forceinline__ void hide_masked(Accumulator<kCols>& x, Weights<kCols>& rounded, Shown shown) const {
 #pragma unroll
     for (int j = 0; j < kCols / 8; ++j) {
       __syncwarp();  // as in `each`

@@ -34,6 +34,9 @@ struct HopperForwardSpec {
   bool float32_out;
   int access;  // of the stores of out; 16: by the copy engine
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  int logit_slots;  // tiles of bias and mask in flight, of a group
 
   __device__ constexpr bool staged() const { return access == 16; }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
@@ -70,6 +73,8 @@ struct HopperBackwardSpec {
   bool deterministic;
   int access;  // of the stores of dk and dv
   bool softcap, alibi;
+  int bias;         // BiasType
+  int logit_slots;  // tiles of it in flight
 
   __device__ constexpr int block_k() const { return 64 * groups; }
   __device__ constexpr int threads() const { return 128 * (groups + 1); }
@@ -83,10 +88,13 @@ struct HopperKeysSpec {      // of the kernel of dk and dv
   int slots, slots_dout;     // tiles of q and of dout in flight
   int access;                // of the stores of dk and dv
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  int logit_slots;  // tiles of bias and mask in flight
 
   __device__ constexpr int threads() const { return 384; }
-  __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return 24; }
+  __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
+  __device__ constexpr int copying_registers() const { return logit_slots > 0 ? 40 : 24; }
 };
 
 struct HopperQueriesSpec {   // of the kernel of dq
@@ -94,10 +102,13 @@ struct HopperQueriesSpec {   // of the kernel of dq
   int slots, slots_v;        // tiles of k and of v in flight
   int access;                // of the stores of dq
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  int logit_slots;  // tiles of bias and mask in flight
 
   __device__ constexpr int threads() const { return 384; }
-  __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return 24; }
+  __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
+  __device__ constexpr int copying_registers() const { return logit_slots > 0 ? 40 : 24; }
 };
 
 struct SinkSpec {  // of the kernel of dsink

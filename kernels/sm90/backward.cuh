@@ -26,11 +26,13 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   static_assert(kByQueries ? kDim == 64 : kBlockQ == 64 && kDim == 64 * kGroups, "dq is shared among the groups");
 
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64 barriers[Tiles::kBarriers];
+  using TileLogits = typename Tiles::TileLogits;
+  __shared__ uint64 barriers[Tiles::kBarriers + TileLogits::kBarriers];
   __shared__ Job jobs[kSpec.stages];
   __shared__ Alibi alibis[kSpec.stages];
+  __shared__ LogitPlace places[kSpec.stages];
   __shared__ KeyTile key_tiles[kSpec.key_slots];
-  Tiles tiles(first_tile(shared), barriers, jobs, alibis, key_tiles);
+  Tiles tiles(first_tile(shared), barriers, jobs, alibis, places, key_tiles);
   if (threadIdx.x == 0) {
     tiles.init();
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
@@ -44,6 +46,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     if (warp_index() == 0) copy_tiles<kSpec>(p, tiles);
     if constexpr (kSpec.deterministic)
       if (threadIdx.x == 32) keep_order<kSpec>(p, tiles);
+    if constexpr (TileLogits::kAny)
+      if (threadIdx.x == 64) copy_logits<kSpec>(p, tiles);
     return;
   }
 
@@ -64,8 +68,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   int flags = 0, flags_before = 0, blocks = 0;
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
-  // The narrow stores have no registers left for lse; softcap with 128 queries none for delta.
-  constexpr bool kReadsAhead = kSpec.access == 16, kDeltaAhead = !(kSpec.softcap && kBlockQ == 128);
+  // The narrow stores, and softcap with a bias, have no registers left for lse; softcap with 128 queries none for
+  // delta.
+  constexpr bool kReadsAhead = kSpec.access == 16 && !(kSpec.softcap && TileLogits::kAny);
+  constexpr bool kDeltaAhead = !(kSpec.softcap && kBlockQ == 128);
   constexpr int kPart = kSpec.access == 16 && !(kSpec.softcap && kSpec.alibi) ? 2 : 1;
   // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
   const uint32 zero = s.group < 0;
@@ -155,6 +161,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   const auto weigh = [&] {
     Alibi alibi = {};
     if constexpr (kSpec.alibi) alibi = tiles.alibi();
+    TileLogits logits = tiles.logits();
+    logits.wait();
     wgmma_wait<1>();  // S^T is there
     if constexpr (!kReadsAhead && !kSpec.softcap) read_lse(0, 0, kBlockQ / 16);
     const auto lse_of = [&](int j, int i) {
@@ -163,14 +171,22 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     };
     const auto visible = [&](int key) { return Band(s).queries(key); };
     Weights<kBlockQ> weights;
-    if constexpr (Change::kAny) {
+    if constexpr (Change::kAny || TileLogits::kAny) {
       const Slant slant = change.slant(
           0, [&](int half) { return alibi.origin + 64 * group + warp_row() + prob.row(half); },
           [&](int) { return alibi.slope; });
-      change.template weigh<T, true, kPart>(prob, weights, slant, [&](int j, int i) { return -lse_of(j, i); });
+      const int first_row = 64 * group + warp_row();
+      if constexpr (kSpec.bias != kNoBias) {
+        auto bias = logits.column_bias(p.bias_map, first_row);
+        change.template weigh<T, true, kPart>(prob, weights, slant,
+                                              [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse_of(j, i)); });
+      } else {
+        change.template weigh<T, true, kPart>(prob, weights, slant, [&](int j, int i) { return -lse_of(j, i); });
+      }
       if (flags >> group & 1)
         change.hide(prob, weights, tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
                     visible);
+      logits.release();
     } else {
       if (flags >> group & 1)
         prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query, hidden_score(s),

@@ -217,17 +217,21 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
   using Queries = Side<T, kSpec.head_dim, kSpec.kept, kSpec.slots>;
   using Douts = Side<T, kSpec.head_dim_v, kSpec.kept, kSpec.slots_dout>;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64 barriers[Queries::kBarriers + Douts::kBarriers + Handover::kBarriers];
+  using TileLogits = Logits<kSpec.bias, kSpec.mask, kTile, kTile, kSpec.logit_slots>;
+  __shared__ uint64 barriers[Queries::kBarriers + Douts::kBarriers + Handover::kBarriers + TileLogits::kBarriers];
   char* const base = shared + (-shared_address(shared) & 1023);
   char* const handover_base = base + Queries::kBytes + Douts::kBytes;
-  float* const statistics = reinterpret_cast<float*>(handover_base + Handover::kBytes);
+  float* const statistics = reinterpret_cast<float*>(handover_base + Handover::kBytes + TileLogits::kBytes);
   uint64* const handover_barriers = barriers + Queries::kBarriers + Douts::kBarriers;
   Queries queries(shared_address(base), statistics, barriers);
   Douts douts(shared_address(base) + Queries::kBytes, statistics + kSpec.slots * kTile, barriers + Queries::kBarriers);
   Handover handover(handover_base, handover_barriers);
+  TileLogits logits(shared_address(handover_base) + Handover::kBytes,
+                    shared_address(handover_barriers + Handover::kBarriers));
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   if (threadIdx.x == 0) {
     queries.init(), douts.init(), Handover::init(handover_barriers);
+    if constexpr (TileLogits::kAny) logits.ring.init(4);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
   }
   __syncthreads();
@@ -269,6 +273,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
           if (warp == 0) queries.copy_queries(p.q_map, row, head, work.batch);
           if (warp == 1) douts.copy_queries(p.dout_map, row, head, work.batch);
           if (warp == 2) queries.add_statistics(row, lse);
+          if constexpr (TileLogits::kAny)
+            if (warp == 2 && lane_index() == 0)
+              logits.copy(p.bias_map, p.mask_map, {work.batch, head, row, work.tile * kTile});
           if (warp == 3) douts.add_statistics(row, delta);
         }
       }
@@ -296,15 +303,24 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
           return *reinterpret_cast<const float2*>(queries.statistic() + 8 * j + prob.col());
         };
         Weights<kTile> rounded;
-        if constexpr (Change::kAny) {
+        if constexpr (Change::kAny || TileLogits::kAny) {
           if (kSpec.alibi && tile == tiles.first) slope = change.slope(work.batch, head++);
           const Slant slant = change.slant(
               first_query, [&](int half) { return first_key + warp_row + prob.row(half) - p.score.diagonal; },
               [&](int) { return slope; });
           constexpr int kPart = kSpec.access == 16 ? 2 : 1;  // the narrow stores take registers
-          change.template weigh<T, true, kPart>(prob, rounded, slant,
-                                                [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; });
+          const auto minus_lse = [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; };
+          logits.wait();
+          if constexpr (kSpec.bias != kNoBias) {
+            auto bias = logits.column_bias(p.bias_map, warp_row);
+            change.template weigh<T, true, kPart>(
+                prob, rounded, slant, [&](int j, int i) { return fmaf(bias(j, i), kLog2E, minus_lse(j, i)); });
+          } else {
+            change.template weigh<T, true, kPart>(prob, rounded, slant, minus_lse);
+          }
           if (masked) change.hide(prob, rounded, first_key + warp_row, first_query, visible);
+          if constexpr (kSpec.mask) change.hide_masked(prob, rounded, logits.column_mask(p.mask_map, warp_row));
+          logits.release();
         } else {
           if (masked) prob.hide(first_key + warp_row, first_query, hidden_score(s), visible);
 #pragma unroll

@@ -22,18 +22,25 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
   constexpr int kQBytes = tile_bytes(64, kDim), kDoutBytes = tile_bytes(64, kDimV);  // of a group
   constexpr int kSlots = kSpec.slots, kSlotsV = kSpec.slots_v;
+  using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
 
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV)];
+  __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV) + kGroups * GroupLogits::kBarriers];
   const uint32 q_base = first_tile(shared), dout_base = q_base + kGroups * kQBytes;
   const uint32 k_base = dout_base + kGroups * kDoutBytes, v_base = k_base + kSlots * kKBytes;
   Ring<1> q_ring(shared_address(barriers)), dout_ring(shared_address(barriers + 2));
   Ring<kSlots> k_ring(shared_address(barriers + 4));
   Ring<kSlotsV> v_ring(shared_address(barriers + 4 + 2 * kSlots));
+  const auto logits_of = [&](int group, uint32 count = 0) {
+    return GroupLogits(v_base + kSlotsV * kVBytes + group * GroupLogits::kBytes,
+                       shared_address(barriers + 4 + 2 * (kSlots + kSlotsV) + group * GroupLogits::kBarriers), count);
+  };
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   const bool copies = warpgroup == kGroups;
   if (threadIdx.x == 0) {
     q_ring.init(4 * kGroups), dout_ring.init(4 * kGroups), k_ring.init(4 * kGroups), v_ring.init(4 * kGroups);
+    if constexpr (GroupLogits::kAny)
+      for (int i = 0; i < kGroups; ++i) logits_of(i).ring.init(4);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
   }
   __syncthreads();
@@ -47,6 +54,20 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
 
   if (copies) {
     give_registers<kSpec.copying_registers()>();
+    if constexpr (GroupLogits::kAny)
+      if (threadIdx.x % 128 == 32) {
+        uint32 count = 0;
+        for (; works.left(); works.next()) {
+          const Work& work = works.work;
+          const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
+#pragma unroll 1
+          for (int tile = tiles.first; tile <= tiles.last; ++tile, ++count)
+#pragma unroll
+            for (int i = 0; i < kGroups; ++i)
+              logits_of(i, count).copy(p.bias_map, p.mask_map,
+                                       {work.batch, work.head, work.tile * kBlockQ + 64 * i, tile * kBlockK});
+        }
+      }
     if (threadIdx.x % 128 > 0) return;
     prefetch_map(p.q_map), prefetch_map(p.k_map), prefetch_map(p.v_map), prefetch_map(p.dout_map);
     for (; works.left(); works.next()) {
@@ -90,6 +111,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   uint32 weights[kBlockK / 16][4];  // dS in 16 bits, as left operand
   int first_query;                  // of the group
   float lse[2], delta[2], slope;
+  GroupLogits logits = logits_of(warpgroup);
 
   const auto issue_scores = [&](int ahead) {  // q k^T
     const RowOperand<kBlockK> k(k_base + k_ring.slot(ahead) * kKBytes);
@@ -118,13 +140,22 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
     const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, s.seqlen_q) - 1});
     const bool masked = first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last;
     const auto visible = [&](int row) { return band.keys(row); };
-    if constexpr (Change::kAny) {
+    if constexpr (Change::kAny || GroupLogits::kAny) {
+      const auto row_of = [&](const LogitMap& array) { return [&](int r) { return (warp_row + r) * array.row; }; };
       const Slant slant = change.slant(
           first_key, [&](int half) { return first_query + warp_row + prob.row(half) + p.score.diagonal; },
           [&](int) { return slope; });
       Weights<kBlockK> none;
-      change.template weigh<T, false>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
+      if constexpr (kSpec.bias != kNoBias) {
+        auto bias = logits.row_bias(row_of(p.bias_map));
+        change.template weigh<T, false>(prob, none, slant,
+                                        [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse[i / 2]); });
+      } else {
+        change.template weigh<T, false>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
+      }
       if (masked) prob.hide(first_query + warp_row, first_key, 0.f, visible);
+      if constexpr (kSpec.mask) change.hide_masked(prob, none, logits.row_mask(row_of(p.mask_map)));
+      logits.release();
     } else {
       if (masked) prob.hide(first_query + warp_row, first_key, hidden_score(s), visible);
 #pragma unroll
@@ -150,6 +181,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   // The wait for the next k, or the release of q, stands between the exponentials and the wait for dP: the compiler
   // would move them behind it.
   const auto finish_tile = [&](int tile, bool last) {
+    logits.wait();
     wgmma_wait<1>();  // the scores are there, dP goes on
     exponentiate(tile);
     if (last)

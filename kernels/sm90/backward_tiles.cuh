@@ -45,23 +45,27 @@ struct BackwardTiles {  // in shared memory
   static constexpr int kKBytes = tile_bytes(kBlockK, kSpec.head_dim), kVBytes = tile_bytes(kBlockK, kSpec.head_dim_v);
   static constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ), kStatisticBytes = 8 * kBlockQ;
   static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 6;
+  using TileLogits = Logits<kSpec.bias, false, kBlockQ, kBlockK, kSpec.logit_slots>;
 
   uint32 k, v, q, dout, ds, statistics, barriers;
   Job* jobs;
   Alibi* alibis;
+  LogitPlace* places;
   KeyTile* key_tiles;
   uint32 count = 0, key_count = 0;  // tiles so far, of queries and of keys
 
-  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, KeyTile* key_tiles)
+  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, LogitPlace* places,
+                                           KeyTile* key_tiles)
       : k(base),
         v(k + kSlots * kKBytes),
         q(v + kSlots * kVBytes),
         dout(q + kSpec.stages * kQBytes),
         ds(dout + kSpec.stages * kDoutBytes),
-        statistics(ds + 2 * kDsBytes),
+        statistics(ds + 2 * kDsBytes + TileLogits::kBytes),
         barriers(shared_address(barriers)),
         jobs(jobs),
         alibis(alibis),
+        places(places),
         key_tiles(key_tiles) {}
 
   __device__ __forceinline__ Ring<kSlots> keys() const { return Ring<kSlots>(barriers, key_count); }
@@ -83,16 +87,22 @@ struct BackwardTiles {  // in shared memory
   }
   __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[queries().slot(ahead)]; }
   __device__ __forceinline__ Alibi& alibi(int ahead = 0) const { return alibis[queries().slot(ahead)]; }
+  __device__ __forceinline__ LogitPlace& place() const { return places[queries().slot()]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
     ++count;
     if (last) ++key_count;
   }
 
+  __device__ __forceinline__ TileLogits logits() const {
+    return TileLogits(ds + 2 * kDsBytes, barriers + 8 * kBarriers, count);
+  }
+
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = 4 * kSpec.groups;
+    if constexpr (TileLogits::kAny) logits().ring.init(kWarps);
     keys().init(kWarps), values().init(kWarps), douts().init(kWarps);
-    queries().init(kWarps + (kSpec.deterministic ? 1 : 0));
+    queries().init(kWarps + (kSpec.deterministic ? 1 : 0) + (TileLogits::kAny ? 1 : 0));
     ds_ring().init(kWarps, kWarps), adding().init(kWarps);
   }
 };
@@ -195,6 +205,20 @@ __device__ __forceinline__ void keep_order(const HopperBackwardParams& p, Backwa
   }
 }
 
+// The thread that copies the bias: another one, for that warp has no registers left.
+template <HopperBackwardSpec kSpec>
+__device__ __forceinline__ void copy_logits(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
+  while (true) {
+    tiles.queries().wait();
+    const int flags = tiles.job().flags;
+    const LogitPlace place = tiles.place();
+    barrier_arrive(tiles.queries().empty(tiles.queries().slot()));
+    if (flags & Job::kEnd) return;
+    tiles.logits().copy(p.bias_map, p.mask_map, place);
+    tiles.advance(false);
+  }
+}
+
 // The warp that copies.
 template <HopperBackwardSpec kSpec>
 __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
@@ -239,6 +263,7 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
         tiles.job() = make_job<kSpec>(p, work, head, first, flags);
         if constexpr (kSpec.alibi)
           tiles.alibi() = {change.slope(work.batch, head), work.tile * kBlockK - p.score.diagonal - first};
+        if constexpr (Tiles::TileLogits::kAny) tiles.place() = {work.batch, head, first, work.tile * kBlockK};
         copy_queries(first, head, work.batch);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,

@@ -9,6 +9,7 @@
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
+#include "sm90/logits.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile.cuh"
 #include "sm90/wgmma.cuh"
@@ -25,6 +26,7 @@ struct HopperForwardParams {
   Score score;
   Sink sink;
   Dropout dropout;
+  LogitMap bias, mask;
 };
 
 template <class T, HopperForwardSpec kSpec>
@@ -39,11 +41,13 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr int kTeamBytes = kSpec.q_slots * kQSlot + kSpec.slots * kSlot;
   constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots;
   constexpr bool kStaged = kSpec.staged();
+  using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
+  static_assert(!GroupLogits::kAny || kTeams == 1, "a warp is left to copy them");
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64 barriers[kTeams * kBarriers];
+  __shared__ uint64 barriers[kTeams * kBarriers + kGroups * GroupLogits::kBarriers];
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   const bool copies = warpgroup == kWarpgroups;
   const int copier = warp_index() % 4;  // of the warps that copy: one loads and one stores for each team
@@ -55,7 +59,13 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   Ring<kSpec.slots, kCluster> ring(barrier_base);  // K and V
   Ring<kSpec.q_slots> q_ring(barrier_base + 16 * kSpec.slots);
   const uint32 out_full = barrier_base + 16 * (kSpec.slots + kSpec.q_slots);  // out is where q was
+  const auto logits_of = [&](int group, uint32 count = 0) {
+    return GroupLogits(q_base + kTeamBytes + group * GroupLogits::kBytes,
+                       barrier_base + 8 * (kBarriers + group * GroupLogits::kBarriers), count);
+  };
   if (loads) {
+    if constexpr (GroupLogits::kAny)
+      for (int i = 0; i < kGroups; ++i) logits_of(i).ring.init(4);
     ring.init(4 * kGroups * kCluster), q_ring.init(kStaged ? 1 : 4);
     for (int i = 0; i < kSpec.q_slots; ++i) barrier_init(out_full + 8 * i, 4);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
@@ -122,6 +132,25 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
           barrier_arrive(q_ring.empty(q_ring.slot()));
           q_ring.advance();
         }
+    } else if (GroupLogits::kAny && copier == 2 && lane_index() == 0) {
+      if constexpr (kSpec.bias != kNoBias) prefetch_map(p.bias.map);
+      if constexpr (kSpec.mask) prefetch_map(p.mask.map);
+      uint32 counts[kGroups] = {};
+      for (; works.left(); works.next()) {
+        const Work& work = works.work;
+        const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
+#pragma unroll 1
+        for (int tile = tiles.last; tile >= tiles.first; --tile)
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            const int first = work.tile * block_q + (rank * kGroups + group) * queries;
+            const Range own = first < s.seqlen_q ? tiles_of(band, first, queries, kBlockK) : Range{0, -1};
+            if (tile >= own.first && tile <= own.last)
+              logits_of(group, counts[group]++)
+                  .copy(p.bias, p.mask, {work.batch, head_of_q(work), first, tile * kBlockK}, queries,
+                        kSpec.packed ? s.group : 1);
+          }
+      }
     }
     return;
   }
@@ -159,6 +188,16 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     wgmma_commit();
   };
   float factor[2], slope[2] = {};
+  GroupLogits logits = logits_of(group);
+  const auto row_of = [&](const LogitMap& array) {  // in a tile of it
+    return [&, heads = array.head ? s.group : 1](int r) {
+      const int row = warp_row + r;
+      return kSpec.packed ? row / s.group * array.row * heads + row % s.group * array.head : row * array.row;
+    };
+  };
+  // With a bias exponents are natural: in base 2, what is finite might not be.
+  constexpr bool kNatural = kSpec.bias != kNoBias;
+  const float exponent_log2 = kNatural ? kLog2E : change.scale_log2();
   const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
     const int first_key = tile * kBlockK;
     if constexpr (Change::kAny)
@@ -167,10 +206,27 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
           change.slant(
               first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
               [&](int half) { return slope[half]; }));
+    logits.wait();
+    if constexpr (kSpec.bias != kNoBias) {
+      auto bias = logits.row_bias(row_of(p.bias));
+      const float unit = Change::kAny ? kLn2 : s.scale;
+#pragma unroll
+      for (int j = 0; j < kBlockK / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[0].x[j][i] = fmaf(scores[0].x[j][i], unit, bias(j, i));
+    }
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
       scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
+    if constexpr (kSpec.mask) {
+      auto shown = logits.row_mask(row_of(p.mask));
+#pragma unroll
+      for (int j = 0; j < kBlockK / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[0].x[j][i] = shown(j, i) ? scores[0].x[j][i] : -kInfinity;
+    }
+    logits.release();
     bool raised = false;  // of this warp: its out is not there yet, and to wait is for the warpgroup
-    softmax.weigh(scores, change.scale_log2(), [&](const float (&by)[1][2]) {
+    softmax.weigh(scores, exponent_log2, [&](const float (&by)[1][2]) {
       factor[0] = by[0][0], factor[1] = by[0][1];
       raised = true;
     });
@@ -189,7 +245,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + out[0].row(half), query = query_of(row);
       const int head = head_of_row(work, row);
-      softmax.finish(0, half, change.scale(), p.sink.of(head), inverse[half], lse[half]);
+      softmax.finish(0, half, kNatural ? 1.f : change.scale(), p.sink.of(head), inverse[half], lse[half]);
       if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && query < min(first_query + queries, s.seqlen_q))
         p.lse.at(work.batch, head)[query * p.lse.row] = lse[half];
