@@ -18,18 +18,17 @@ struct Capped {
 
   __device__ __forceinline__ static bool any_far(uint32 bits) { return __any_sync(kFullWarp, bits >> 30 & 1); }
 
-  template <bool kFar>
+  // !kDerivative: the cap is in the coefficients.
+  template <bool kFar, bool kDerivative>
   __device__ __forceinline__ static Capped of(float x, float cap, float offset) {
     constexpr float kSquare = 1 / (kUnit * kUnit);  // below u = 1/4 a series: error below 3e-9 of the value
-    const float square = x * x, first = cap * (1 / kUnit), third = first * (-0.333332419f * kSquare);
+    const float square = x * x, first = (kDerivative ? 1 : cap) * (1 / kUnit),
+                third = first * (-0.333332419f * kSquare);
     const float fifth = first * (0.133242637f * kSquare * kSquare);
     const float seventh = first * (-0.0514330491f * kSquare * kSquare * kSquare);
-    const float factor = fmaf(square, fmaf(square, fmaf(square, seventh, fifth), third), first);
-    const float near = fmaf(x, factor, offset);
-    if constexpr (!kFar) {
-      const float t = x * (factor * __fdividef(1.f, cap));
-      return {near, fmaf(-t, t, 1.f)};
-    }
+    const float factor = fmaf(square, fmaf(square, fmaf(square, seventh, fifth), third), first), t = x * factor;
+    const float near = kDerivative ? fmaf(t, cap, offset) : fmaf(x, factor, offset);
+    if constexpr (!kFar) return {near, fmaf(-t, t, 1.f)};
     const float e = exp2f(-2 / kUnit * kLog2E * fabsf(x)), twice = __fdividef(1.f, fmaf(e, 0.5f, 0.5f));
     const float rest = e * twice;
     const float far = opaque(copysignf(fmaf(-cap, rest, cap), x) + offset);  // opaque: no branch for each score
@@ -76,7 +75,7 @@ struct ScoreChange {
   // Scores -> exponents, kPart * 8 columns at a time, kAhead as in `each`. `base(j, i)`: the bias of x[j][i].
   template <int kPart = 2, bool kAhead = false, int kCols, class Base>
   __device__ __forceinline__ void apply(Accumulator<kCols>& x, const Slant& slant, Base base) const {
-    each<kPart, kAhead>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&)[4]) {
+    each<kPart, false, kAhead>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x.x[j][i] = exponent[i];
     });
@@ -93,7 +92,7 @@ struct ScoreChange {
   template <class T, bool kTight, int kPart = 2, int kCols, class Base>
   __device__ __forceinline__ void weigh(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
                                         Base base) const {
-    each<kPart, false>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&derivative)[4]) {
+    each<kPart, true, false>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&derivative)[4]) {
       float (&p)[4] = x.x[j];
 #pragma unroll
       for (int i = 0; i < 4; ++i) p[i] = exp2f(exponent[i]);
@@ -134,7 +133,7 @@ struct ScoreChange {
   // `use(j, exponent, derivative)` of the columns 8 * j, 8 * j + 1 in both rows. Part by part: with all scores on their
   // way at once the compiler has not enough registers. kAhead: the votes of all parts come first, for nobody to wait
   // for.
-  template <int kPart, bool kAhead, int kCols, class Base, class Use>
+  template <int kPart, bool kDerivative, bool kAhead, int kCols, class Base, class Use>
   __device__ __forceinline__ void each(Accumulator<kCols>& x, const Slant& slant, Base base, Use use) const {
     constexpr int kParts = kCols / 8 / kPart;
     bool far[kParts] = {};
@@ -153,12 +152,12 @@ struct ScoreChange {
     for (int part = 0; part < kParts; ++part) {
       if constexpr (kSoftcap && !kAhead) vote(part);
       if (far[part])
-        each_of<true, kPart>(x, part * kPart, slant, base, use);
+        each_of<true, kDerivative, kPart>(x, part * kPart, slant, base, use);
       else
-        each_of<false, kPart>(x, part * kPart, slant, base, use);
+        each_of<false, kDerivative, kPart>(x, part * kPart, slant, base, use);
     }
   }
-  template <bool kFar, int kPart, int kCols, class Base, class Use>
+  template <bool kFar, bool kDerivative, int kPart, int kCols, class Base, class Use>
   __device__ __forceinline__ void each_of(Accumulator<kCols>& x, int first, const Slant& slant, Base base,
                                           Use use) const {
     if constexpr (kBias) __syncwarp();  // or all loads go ahead of all parts, into registers that are not there
@@ -171,7 +170,7 @@ struct ScoreChange {
         if constexpr (kAlibi)
           offset = fmaf(-slant.slope[i / 2], fabsf(slant.origin[i / 2] - float(8 * j + i % 2)), offset);
         if constexpr (kSoftcap) {
-          const Capped capped = Capped::of<kFar>(x.x[j][i], score.cap, offset);
+          const Capped capped = Capped::of<kFar, kDerivative>(x.x[j][i], score.cap, offset);
           exponent[i] = capped.value, derivative[i] = capped.derivative;
         } else {
           exponent[i] = fmaf(x.x[j][i], sizes.scale_log2, offset), derivative[i] = 1.f;
