@@ -111,8 +111,8 @@ def attention(
         the environment variable ``CUPYFLASH_PATH`` names no kernel path, or one that the GPU cannot take; or
         batch * heads * tiles exceeds 2**31 - 1, the blocks of a launch.
     NotImplementedError
-        On a GPU: ``bias``, ``mask``, float32 or float64, bfloat16 below compute capability 8.0, or a head_dim
-        that needs more shared memory than the GPU has.
+        On a GPU: float32 or float64, bfloat16 below compute capability 8.0, or a head_dim that needs more shared
+        memory than the GPU has.
     ImportError
         Arrays on a GPU without CuPy.
     RuntimeError

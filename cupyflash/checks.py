@@ -248,8 +248,6 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
             _check_broadcasts(name, x, (*batch, heads_q, seqlen_q, seqlen_k))
-            if gpu:  # what the portable kernels have of it was not run yet, and none computes dbias
-                raise NotImplementedError(f"{name} is given; allowed on the GPU: None; on the host: NumPy arrays")
     if options.dropout:
         counted(**dict(zip(("batch",), batch)), heads=heads_q)
     return Problem(

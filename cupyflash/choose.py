@@ -26,6 +26,7 @@ backward, head_dim (queries x keys)
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,6 +35,8 @@ from .problem import Problem
 from .spec import (
     BIAS_TYPES,
     BackwardSpec,
+    BiasGradientSpec,
+    BiasSumSpec,
     ForwardSpec,
     HopperBackwardSpec,
     HopperForwardSpec,
@@ -199,6 +202,18 @@ SPLIT = 512  # keys up to which two kernels are faster at 128
 HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
 HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout
+
+# The gradient of a bias, head_dim up to: (block_q, block_k, warps, warps_q, blocks_per_sm), ... Not timed. At 8192
+# queries and keys, 32 heads of 128, a bias in bfloat16 for every logit, two products are 1.1 TFLOP: 2.9 ms at the 380
+# TFLOP/s that mma.sync does here, and its bytes, read and written, 8.6 GB: 2.1 ms at 4.1 TB/s. Predicted:
+# 3.5 to 4.5 ms, for exponentials and the tiles of K and V, 10 GB from L2, overlap with the products of another block.
+BIAS_GRADIENT = {
+    64: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1)),
+    96: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1)),
+    128: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1), (64, 32, 4, 2, 1)),
+    192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),
+    256: ((128, 64, 8, 4, 1), (64, 64, 8, 4, 1), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
+}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -397,6 +412,32 @@ def after_backward(main: Variant) -> Variant:
 def sink_gradient(before: Variant) -> Variant:
     """Return the kernel of dsink, of what `before` left."""
     return Variant("any/sink.cuh", "sink_gradient", before.dtype, SinkSpec(32, before.spec.packed))
+
+
+@functools.lru_cache(maxsize=1024)
+def bias_gradient(problem: Problem, before: Variant, shape: tuple, access: int, shared_limit: int) -> Variant:
+    """Return the kernel of a dbias of `shape`, four axes, of what `before` left; `access` is that of the inputs."""
+    d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
+    more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+
+    def make(tiling):
+        return BiasGradientSpec(d, dv, *tiling, True, before.spec.packed, access, *more)
+
+    spec = _fitting(BIAS_GRADIENT, {}, make, max(d, dv), shared_limit)
+    spec = replace(spec, summed=math.prod(bias_tiles(problem, spec, shape)[0]) > 1)
+    return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec)
+
+
+def bias_tiles(problem: Problem, spec: BiasGradientSpec, shape: tuple) -> tuple[list, list]:
+    """Return the tiles of scores along the axes that are summed, of one tile of dbias, and along the others."""
+    counts = problem.batch, problem.heads_q, -(-problem.seqlen_q // spec.block_q), -(-problem.seqlen_k // spec.block_k)
+    summed = [count for count, size in zip(counts, shape) if size == 1]
+    return summed, [count for count, size in zip(counts, shape) if size > 1]
+
+
+def bias_sum(main: Variant) -> Variant:
+    """Return the kernel that adds the parts of dbias."""
+    return Variant("sm80/bias_gradient.cuh", "add_bias_gradients", main.dtype, BiasSumSpec(8, main.spec.bias))
 
 
 def variants(capability: int) -> tuple[Variant, ...]:

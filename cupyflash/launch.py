@@ -8,6 +8,7 @@ struct, writes the pointers and launches.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from dataclasses import dataclass, field, replace
 
@@ -37,6 +38,8 @@ from .structs import (
 
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
 L2_SHARE_SUMMED = 4 << 20  # the same for Hopper's main backward: 1 % faster than 24
+BIAS_BLOCKS = 4  # of the kernel of dbias, for each place on the GPU: with fewer tiles, blocks share them,
+BIAS_RUN = 16  # and with more, each computes up to so many, whose queries it reads once
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}
@@ -145,24 +148,26 @@ def backward(
     mask=None,
     dbias=None,
 ) -> None:
-    """Write ``dq``, ``dk``, ``dv`` and, unless it is None, ``dsink``, which is contiguous.
+    """Write ``dq``, ``dk``, ``dv`` and, unless they are None, ``dsink`` and ``dbias``, which are contiguous.
 
-    No kernel computes ``dbias`` yet: ``checks`` lets no bias pass.
+    ``dbias`` has four axes, of 1 where the bias was broadcast.
     """
     arrays = (q, k, v, dout, out, dq, dk, dv)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
     more = tuple([None if x is None else x.strides for x in (slopes, sink, bias, mask)])
-    key = (problem, device, layouts, more, out.itemsize, deterministic)
+    key = (problem, device, layouts, more, None if dbias is None else dbias.shape, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic))
-    statistics, sum_size, turns = plan.workspace
+        rest = lse, dlse, slopes, sink, bias, mask, dbias
+        plan = _remember(key, _plan_backward(problem, arrays, rest, deterministic))
+    statistics, sum_size, turns, parts_size = plan.workspace
     delta = cupy.empty(statistics, np.float32)
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
     turn = cupy.zeros(turns, np.uint32) if turns else None
-    keep_for_graph(delta, dq_sum, turn)
+    parts = cupy.empty(parts_size, np.float32) if parts_size else None
+    keep_for_graph(delta, dq_sum, turn, parts)
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
@@ -176,6 +181,8 @@ def backward(
         seed,
         _pointer(bias),
         _pointer(mask),
+        _pointer(dbias),
+        _pointer(parts),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
     )
 
@@ -190,7 +197,7 @@ def keep_for_graph(*temporaries) -> None:
     Nobody tells when the graph is gone, so the memory stays reserved until the process ends.
     """
     if cupy.cuda.get_current_stream().is_capturing():
-        _kept_for_graphs.extend(temporaries)
+        _kept_for_graphs.extend(x for x in temporaries if x is not None)
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:
@@ -309,40 +316,39 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
     return (heads, tiles, runs, all_runs, paired), all_runs
 
 
-def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool) -> Plan:
+def _plan_backward(problem: Problem, arrays: tuple, rest: tuple, deterministic: bool) -> Plan:
+    """`rest`: lse, dlse, slopes, sink, bias, mask and dbias, or None in their places."""
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90" and bias is mask is None and not choose.drops_elsewhere(problem):
+    if path == "sm90" and not (problem.bias or problem.mask or choose.drops_elsewhere(problem)):
         if choose.split(problem):
-            plan = _plan_split_backward(device, problem, arrays, lse, dlse, slopes, sink)
+            plan = _plan_split_backward(device, problem, arrays, rest)
         else:
-            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, slopes, sink, deterministic)
-    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic)
+            plan = _plan_hopper_backward(device, problem, arrays, rest, deterministic)
+    return plan or _plan_portable_backward(device, problem, arrays, rest, deterministic)
 
 
-def _plan_portable_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool
-) -> Plan:
+def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, rest: tuple, deterministic: bool) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
     params = np.zeros(1, BACKWARD_PARAMS)
-    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
-    fill_logits(params, "bias", bias)
-    fill_logits(params, "mask", mask)
+    _fill_backward(params, problem, arrays, rest)
     params["sizes"] = sizes(problem, _backward_section(problem))
     before = choose.before_backward(main, out.dtype == np.float32, access)
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest[-1])
     launches = (
         _launch_before(problem, before),
         Launch.of(main, blocks),
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
+        *of_bias,
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
-    workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns)
+    workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns, parts_size)
     return Plan.of(launches, params, BACKWARD_POINTERS, workspace)
 
 
@@ -374,13 +380,39 @@ def _launch_sink(problem: Problem, before: Variant) -> tuple[Launch, ...]:
     return (Launch.of(choose.sink_gradient(before), problem.heads_q),) if problem.sink else ()
 
 
+def _launch_bias(
+    device: int, params: np.ndarray, problem: Problem, before: Variant, arrays: tuple, dbias
+) -> tuple[tuple[Launch, ...], int]:
+    """Write the field ``dbias``; return the launches, and how many floats their parts of sums take.
+
+    Tiles of dbias are independent. Where they are few, `chunks` blocks share each, and write parts; so do the warps of
+    one block along an axis of a tile that is summed.
+    """
+    if dbias is None:
+        return (), 0
+    main = choose.bias_gradient(problem, before, dbias.shape, _access(problem, arrays[:4]), _shared_limit(device))
+    spec = main.spec
+    of_one, tiles = map(math.prod, choose.bias_tiles(problem, spec, dbias.shape))
+    most = BIAS_BLOCKS * _attribute(device, "MultiProcessorCount") * spec.blocks_per_sm
+    share = -(-of_one // min(of_one, -(-most // tiles)))
+    chunks = -(-of_one // share)  # none of which is empty
+    run = max(1, min(BIAS_RUN, tiles // most), -(-tiles // MAX_BLOCKS))
+    _, _, rows, cols = dbias.shape
+    parts = chunks * (spec.warps_q if rows == 1 else 1) * (spec.warps // spec.warps_q if cols == 1 else 1)
+    params["dbias"] = (0, *dbias.shape, chunks, run, parts)
+    launches = (Launch.of(main, _blocks(-(-tiles // run), chunks)),)
+    if parts == 1:
+        return launches, 0
+    return (*launches, Launch.of(choose.bias_sum(main), _blocks(-(-dbias.size // 32), 1))), parts * dbias.size
+
+
 def _statistic_rows(problem: Problem) -> int:
     """Rows of a head whose lse and delta are packed."""
     return -(-problem.seqlen_q // STATISTIC_TILE) * STATISTIC_TILE
 
 
 def _plan_hopper_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, deterministic: bool
+    device: int, problem: Problem, arrays: tuple, rest: tuple, deterministic: bool
 ) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout."""
     *copied, out, dq, dk, dv = arrays
@@ -402,16 +434,19 @@ def _plan_hopper_backward(
     if cooperative:
         most = most // tiles * tiles
     params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem, L2_SHARE_SUMMED))
-    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
+    _fill_backward(params, problem, arrays, rest)
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest[-1])
     launches = (
         _launch_before(problem, before),
         Launch.of(main, min(most, runs), cooperative),
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
+        *of_bias,
     )
     sum_size = _dq_sum_size(problem, spec)
     turns = 1 + pairs_q * -(-problem.seqlen_q // 16) if deterministic else 0
-    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * 2 * _statistic_rows(problem), sum_size, turns))
+    workspace = (pairs_q * 2 * _statistic_rows(problem), sum_size, turns, parts_size)
+    return Plan.of(launches, params, HOPPER_POINTERS, workspace)
 
 
 def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[int, ...]) -> bool:
@@ -424,7 +459,7 @@ def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[i
     return True
 
 
-def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> Plan | None:
+def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: tuple) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout.
 
     No sum depends on the order in which blocks run, so that every call is deterministic.
@@ -445,20 +480,25 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     params["keys"], runs_k = _order(problem, problem.heads_k, tiles_k, most)
     params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
     params["sizes"] = sizes(problem, section)
-    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
+    _fill_backward(params, problem, arrays, rest)
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest[-1])
     launches = (
         _launch_before(problem, before),
         Launch.of(keys, min(most, runs_k)),
         Launch.of(queries, min(most, runs_q)),
         *_launch_sink(problem, before),
+        *of_bias,
     )
-    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
+    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0, parts_size))
 
 
-def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> None:
+def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, rest: tuple) -> None:
+    lse, dlse, slopes, sink, bias, mask, _ = rest
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
         fill(params, name, x)
     fill_score(params, problem, slopes)
     fill(params, "sink", sink)
     fill_dropout(params, problem)
+    fill_logits(params, "bias", bias)
+    fill_logits(params, "mask", mask)
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)

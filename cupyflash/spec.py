@@ -220,6 +220,39 @@ class SinkSpec(Spec):
 
 
 @dataclass(frozen=True)
+class BiasGradientSpec(Spec):
+    """Of the kernel that computes dbias."""
+
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    warps: int
+    warps_q: int
+    blocks_per_sm: int
+    summed: bool
+    packed: bool
+    access: int
+    softcap: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * (self.block_q + self.block_k) * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True)
+class BiasSumSpec(Spec):
+    """Of the kernel that adds its parts."""
+
+    warps: int
+    bias: int
+
+
+@dataclass(frozen=True)
 class PrepareSpec(Spec):
     """Of the two small kernels around the backward: delta before it, the conversion of dq after it."""
 

@@ -19,6 +19,9 @@ _SCORE = [("slopes", "u8"), ("batch", "i8"), ("head", "i8")]
 SCORE = np.dtype([*_SCORE, *((n, "f4") for n in ("inside", "cap")), ("diagonal", "i4")], align=True)
 SINK = np.dtype([("data", "u8"), ("head", "i8")], align=True)
 LOGIT_ARRAY = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "row", "col"))], align=True)
+BIAS_GRADIENT = np.dtype(
+    [("data", "u8"), *((n, "i4") for n in ("batches", "heads", "rows", "cols", "chunks", "run", "parts"))], align=True
+)
 DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4")])
 FORWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY)]
@@ -39,6 +42,8 @@ BACKWARD_PARAMS = np.dtype(
         ("dropout", DROPOUT),
         ("bias", LOGIT_ARRAY),
         ("mask", LOGIT_ARRAY),
+        ("dbias", BIAS_GRADIENT),
+        ("dbias_parts", "u8"),
     ],
     align=True,
 )

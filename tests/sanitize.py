@@ -38,7 +38,8 @@ SHAPES = (
 )
 MASKS = ({}, {"causal": True}, {"window": (40, 9)}, {"causal": True, "dropout": 0.3, "seed": 1})
 CHANGES = ({"softcap": 2.0}, {"slope": 0.1, "causal": True}, {"softcap": 2.0, "slope": 0.1, "window": (40, 9)})
-OPTIONS = (*MASKS, *CHANGES)  # slope: of ALiBi
+LOGITS = ({"bias": (1, 1, 1, 1)}, {"bias": (0, 1, 0, 1), "mask": (1, 0, 1, 1)}, {"bias": (0, 0, 1, 0), "softcap": 2.0})
+OPTIONS = (*MASKS, *CHANGES, *LOGITS)  # slope: of ALiBi; bias, mask: axes along which they are not broadcast
 SINKS = (False, True)
 
 PLANTED = r"""
@@ -64,6 +65,9 @@ def call(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, with_sink, 
         options["alibi_slopes"] = cupy.full((2, heads_q), slope, np.float32)
     q, dout = normal(0, 2, seqlen_q, heads_q, head_dim), normal(1, 2, seqlen_q, heads_q, head_dim_v)
     k, v = normal(2, 2, seqlen_k, heads_k, head_dim), normal(3, 2, seqlen_k, heads_k, head_dim_v)
+    for name, kept in [(name, options[name]) for name in ("bias", "mask") if name in options]:
+        values = normal(5, *(n if own else 1 for n, own in zip((2, heads_q, seqlen_q, seqlen_k), kept)))
+        options[name] = values if name == "bias" else values > -0.5
     if with_sink:
         options["sink"] = normal(4, heads_q).astype(np.float32)
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)

@@ -9,6 +9,7 @@ import pytest
 
 from cupyflash import choose, compiler
 from cupyflash.problem import Problem
+from cupyflash.spec import Variant
 
 LIMITS = (49152, 65536, 101376, 166912, 232448)  # bytes of shared memory that a block may have
 STATIC = 16  # bytes beside the dynamic memory: the ticket of the deterministic backward
@@ -125,6 +126,43 @@ def test_every_head_dim_fits_or_is_refused(pass_, limit):
         assert is_valid(spec) and fits(spec, limit), spec
         assert spec.head_dim >= d and spec.head_dim_v >= dv and spec.access == access
         assert option == (spec.float32_out if pass_ == "forward" else spec.deterministic)
+
+
+def bias_gradient(limit, head_dim, head_dim_v=None, shape=(1, 1, 128, 128), access=16, packed=False, **options):
+    """The variant of the kernel of dbias."""
+    given = replace(problem(head_dim, head_dim_v), batch=2, bias="float32", **options)
+    before = Variant("", "", "", choose.PrepareSpec(head_dim, head_dim, packed, False, access))
+    return choose.bias_gradient(given, before, shape, access, limit)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_every_head_dim_of_the_backward_has_a_dbias(limit):
+    for d, dv, access in product(range(1, 257, 5), (1, 37, 64, 192, 256), (16, 2)):
+        if chosen("backward", limit, d, dv) is None:
+            continue
+        spec = bias_gradient(limit, d, dv, access=access).spec
+        assert fits(spec, limit) and (spec.head_dim, spec.head_dim_v) == (-(-d // 16) * 16, -(-dv // 16) * 16)
+        assert spec.threads >= 128, "as of the backward"
+        rows, cols = spec.block_q / spec.warps_q, spec.block_k * spec.warps_q / spec.warps
+        assert rows % 16 == cols % 16 == 0 and spec.access == access
+
+
+@pytest.mark.parametrize("limit", LIMITS[1:])
+def test_what_the_kernel_of_dbias_adds(limit):
+    """Several tiles of scores for one of dbias: of batches or heads, or along an axis with more than one."""
+    for shape, lengths, summed in (
+        ((2, 1, 128, 128), (128, 128), False),
+        ((1, 1, 128, 128), (128, 128), True),
+        ((2, 1, 1, 1), (16, 16), False),
+        ((2, 1, 1, 300), (16, 300), False),
+        ((2, 1, 1, 300), (300, 300), True),
+        ((2, 1, 300, 1), (300, 300), True),
+    ):
+        for packed in (False, True):
+            given = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "mask": True, "dropout": 0.5}
+            spec = bias_gradient(limit, 64, shape=shape, packed=packed, **given).spec
+            assert (spec.summed, spec.packed, spec.bias, spec.mask, spec.dropout) == (summed, packed, 3, True, True)
+            assert not spec.softcap and not spec.alibi
 
 
 HOPPER_LIMIT = choose.SHARED_LIMIT[90]
@@ -415,6 +453,11 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             choose.sink_gradient(choose.before_backward(choose.hopper_backward(problem(64), 4, False), True, 2)),
             "any/sink.cuh",
             "cupyflash::sink_gradient<cupyflash::bfloat16, cupyflash::SinkSpec{.warps=32, .packed=true}>",
+        ),
+        (
+            choose.bias_sum(Variant("", "", "float16", SimpleNamespace(bias=2))),
+            "sm80/bias_gradient.cuh",
+            "cupyflash::add_bias_gradients<cupyflash::float16, cupyflash::BiasSumSpec{.warps=8, .bias=2}>",
         ),
         (
             choose.before_backward(choose.hopper_backward(problem(64), 4, False), True, 2),

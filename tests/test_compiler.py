@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,12 +19,13 @@ import tools
 
 from cupyflash import choose, compiler, spec, structs
 from cupyflash.problem import Problem
+from cupyflash.spec import Variant
 
 needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.nvrtc_missing()))
 KERNELS = compiler.kernel_dir()
 HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
 TOP_HEADERS = (
-    *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
+    *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
 )
 LIMIT = 232448
@@ -52,6 +54,16 @@ def hopper_backward(head_dim=64, head_dim_v=None, dtype="float16", access=16, de
 def split_backward(head_dim=256, head_dim_v=None, dtype="float16", access=16):
     problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v or head_dim, 1.0)
     return choose.hopper_split_backward(problem, access)
+
+
+EVERY_OPTION = {"mask": True, "softcap": 2.0, "alibi": True, "dropout": 0.5}
+
+
+def bias_gradient(head_dim, head_dim_v=None, dtype="float16", bias="float32", shape=(1, 4, 300, 300), access=16,
+                  packed=False, limit=LIMIT, **options):  # fmt: skip
+    problem = Problem(dtype, 2, 300, 300, 4, 4, head_dim, head_dim_v or head_dim, 1.0, bias=bias, **options)
+    before = Variant("", "", dtype, spec.PrepareSpec(head_dim, head_dim, packed, False, access))
+    return choose.bias_gradient(problem, before, shape, access, limit)
 
 
 @pytest.fixture
@@ -91,9 +103,9 @@ def test_header(header):
 
 
 def test_top_headers():
-    """They are what the tables hold, on any GPU."""
+    """They are what the tables hold, on any GPU, and what a bias needs."""
     variants = [variant for capability in choose.SHARED_LIMIT for variant in choose.variants(capability)]
-    assert {variant.header for variant in variants} == set(TOP_HEADERS)
+    assert {variant.header for variant in variants} == set(TOP_HEADERS) - {bias_gradient(64).header}
 
 
 def test_no_other_files():
@@ -213,6 +225,7 @@ NESTED = {
     structs.SINK: "cupyflash::Sink",
     structs.DROPOUT: "cupyflash::Dropout",
     structs.LOGIT_ARRAY: "cupyflash::LogitArray",
+    structs.BIAS_GRADIENT: "cupyflash::BiasGradient",
 }
 
 
@@ -227,6 +240,7 @@ def test_struct_twins():
         "Sink": structs.SINK,
         "Dropout": structs.DROPOUT,
         "LogitArray": structs.LOGIT_ARRAY,
+        "BiasGradient": structs.BIAS_GRADIENT,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
@@ -295,6 +309,7 @@ def test_a_wrong_struct_twin_is_seen(wrong):
 SPECS = (
     *(spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec),
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
+    *(spec.BiasGradientSpec, spec.BiasSumSpec),
 )
 
 
@@ -365,6 +380,8 @@ def products(variant):
     if variant.template == "backward":
         width = 3 * s.head_dim + 2 * s.head_dim_v  # of the five products, each block_q x block_k
         return s.block_q * s.block_k * width // (16 * 8 * 16) // s.warps
+    if variant.template == "bias_gradient":
+        return s.block_q * s.block_k * (s.head_dim + s.head_dim_v) // (16 * 8 * 16) // s.warps
     return 0
 
 
@@ -423,6 +440,11 @@ def some_variants(capability):
         choose.before_backward(backward(37, dtype=other, access=2, limit=limit), False, 2),
         choose.after_backward(main),
         choose.sink_gradient(choose.before_backward(main, True, 16)),
+        bias_gradient(64, dtype=dtype, bias="bfloat16", limit=limit),
+        bias_gradient(128, dtype=dtype, bias="float16", shape=(2, 4, 300, 300), limit=limit),
+        (of_bias := bias_gradient(256, 40, dtype=other, bias="float32", access=2, limit=limit, **EVERY_OPTION)),
+        choose.bias_sum(of_bias),
+        choose.bias_sum(bias_gradient(64, bias="bfloat16")),
         *(on_hopper if capability == 90 else ()),
     ]
 
@@ -486,6 +508,17 @@ def test_bias_and_mask_fit(head_dim):
             variant = choose.backward(problem, access, deterministic, choose.SHARED_LIMIT[80], 80)
             assert (variant.spec.bias, variant.spec.mask) == (spec.BIAS_TYPES.index(more.get("bias")), True)
             assert compiler.compile_offline(variant, "sm_80").spill_bytes == 0, variant.expression
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", choose.BIAS_GRADIENT)
+def test_dbias_fits(head_dim):
+    """Of one tile of scores or of several, whatever else the scores have."""
+    for shape, more in product(((2, 4, 300, 300), (1, 4, 300, 300)), ({}, EVERY_OPTION)):
+        for arch, packed in (("sm_80", False), ("sm_90", True)):
+            limit = choose.SHARED_LIMIT[int(arch[3:])]
+            variant = bias_gradient(head_dim, bias="float16", shape=shape, packed=packed, limit=limit, **more)
+            assert compiler.compile_offline(variant, arch).spill_bytes == 0, variant.expression
 
 
 @needs_nvrtc

@@ -22,6 +22,7 @@ import tools
 import cupyflash
 from cupyflash import checks, choose, compiler, interop, structs, tensor_map
 from cupyflash.problem import Problem
+from cupyflash.spec import BIAS_TYPES
 
 launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
 
@@ -65,7 +66,8 @@ class Launched:
 STRUCTS = {
     "sm80/forward.cuh": structs.FORWARD_PARAMS,
     "sm90/forward.cuh": structs.HOPPER_FORWARD_PARAMS,
-    **dict.fromkeys(("sm80/backward.cuh", "any/around_backward.cuh", "any/sink.cuh"), structs.BACKWARD_PARAMS),
+    **dict.fromkeys(("sm80/backward.cuh", "sm80/bias_gradient.cuh"), structs.BACKWARD_PARAMS),
+    **dict.fromkeys(("any/around_backward.cuh", "any/sink.cuh"), structs.BACKWARD_PARAMS),
     **dict.fromkeys(
         ("sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"), structs.HOPPER_BACKWARD_PARAMS
     ),
@@ -201,6 +203,7 @@ class Shape:
     heads_q: int = 4
     heads_k: int = 2
     dtype: str = "bfloat16"
+    bias_dtype: str = "float32"
 
 
 OPTIONS = {
@@ -211,8 +214,16 @@ OPTIONS = {
     "sink": {"sink": True},
     "dropout": {"dropout": 0.25},
     "all": {"causal": "upper_left", "softcap": 5.0, "alibi_slopes": True, "sink": True, "dropout": 0.5},
+    "mask": {"mask": (1, 0, 1, 1)},
+    "bias": {"bias": (1, 1, 1, 1), "sink": True},
+    "bias of heads": {"bias": (0, 1, 0, 0), "softcap": 5.0, "dropout": 0.5},
+    "bias of keys": {"bias": (1, 0, 0, 1), "mask": (0, 0, 1, 0), "causal": True},
+    "bias of queries": {"bias": (0, 0, 1, 0), "alibi_slopes": True},
+    "bias of pairs": {"bias": (0, 1, 1, 1)},
 }
-BY_HEAD = ("alibi_slopes", "sink")  # arrays among the options
+BY_HEAD = ("alibi_slopes", "sink")
+OF_LOGITS = ("bias", "mask")  # axes along which they are not broadcast
+ARRAYS = (*BY_HEAD, *OF_LOGITS)  # among the options
 SEEDS = itertools.count((1 << 63) + 1)
 
 
@@ -235,16 +246,21 @@ def prepared(shape, options, names, float32_out, layouts):
     out, rows = (*q[:-1], shape.head_dim_v), (shape.batch, shape.heads_q, shape.seqlen_q)
     shapes = {"q": q, "k": k, "v": (*k[:-1], shape.head_dim_v), "out": out, "dout": out, "lse": rows, "dlse": rows}
     shapes |= {"alibi_slopes": rows[:2], "sink": rows[1:2]}
+    logits = (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k)
+    shapes |= {
+        name: tuple(n if kept else 1 for n, kept in zip(logits, options.get(name, logits))) for name in OF_LOGITS
+    }
     narrow = {"q", "k", "v", "dout"} | (set() if float32_out else {"out"})
     dtypes = {name: tools.DTYPES[shape.dtype if name in narrow else "float32"] for name in shapes}
-    names += tuple(name for name in BY_HEAD if name in options)
+    dtypes |= {"bias": tools.DTYPES[shape.bias_dtype], "mask": np.dtype(bool)}
+    names += tuple(name for name in ARRAYS if name in options)
     arrays = {name: layouts.get(name, array)(shapes[name], dtypes[name]) for name in names}
-    keywords = options | {name: arrays[name] for name in BY_HEAD if name in options}
+    keywords = options | {name: arrays[name] for name in ARRAYS if name in options}
     if "dropout" in options:
         keywords["seed"] = next(SEEDS)
-    words = {"causal": False, "window": None, "scale": None} | {n: x for n, x in options.items() if n not in BY_HEAD}
+    words = {"causal": False, "window": None, "scale": None} | {n: x for n, x in options.items() if n not in ARRAYS}
     problem = checks.forward(
-        True, checks.options(**words), **{name: arrays[name] for name in ("q", "k", "v", *BY_HEAD) if name in arrays}
+        True, checks.options(**words), **{name: arrays[name] for name in ("q", "k", "v", *ARRAYS) if name in arrays}
     )
     return problem, arrays, keywords
 
@@ -257,6 +273,7 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     if lse:
         arrays["lse"] = got[1]
     on_hopper = gpu.path == "sm90" and not gpu.refuses and copyable(*(arrays[name] for name in "qkv"))
+    on_hopper = on_hopper and not any(name in arrays for name in OF_LOGITS)
     main = ("hopper_forward" if on_hopper else "forward",)
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main)
     check(gpu, call)
@@ -274,7 +291,9 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     arrays |= tools.named(got)
     assert ("dsink" in arrays) == ("sink" in arrays)
     main = ("backward",)
+    assert ("dbias" in arrays) == ("bias" in arrays)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
+    copied = copied and not any(name in arrays for name in OF_LOGITS)
     if gpu.path == "sm90" and not gpu.refuses and copied and not choose.drops_elsewhere(problem):
         main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, deterministic)
@@ -299,6 +318,8 @@ def check(gpu, call):
         order = ["prepare_backward", *order]
         order += [] if "hopper_queries" in order else ["finish_backward"]
         order += ["sink_gradient"] if call.problem.sink else []
+        order += ["bias_gradient"] if call.problem.bias else []
+        order += ["add_bias_gradients"] if call.launched[-1].params["dbias"]["parts"] > 1 else []
     assert [one.variant.template for one in call.launched] == order
     for one in call.launched:
         check_launch(gpu, call, one, packed)
@@ -317,15 +338,18 @@ def check_launch(gpu, call, one, packed):
     assert one.threads == spec.threads and one.shared_bytes == spec.shared_bytes
     assert one.shared_bytes * getattr(spec, "blocks_per_sm", 1) <= choose.SHARED_LIMIT[gpu.capability]
     assert 0 < one.blocks < 1 << 31
-    if template in call.main:
+    if template in (*call.main, "bias_gradient"):
         options = problem.softcap is not None, problem.alibi, problem.dropout > 0
         assert (spec.softcap, spec.alibi, getattr(spec, "dropout", False)) == options
+        assert (
+            getattr(spec, "bias", 0) == BIAS_TYPES.index(problem.bias) and getattr(spec, "mask", False) == problem.mask
+        )
         assert getattr(spec, "deterministic", call.deterministic) == call.deterministic
     if hasattr(spec, "head_dim"):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
     if template in ("forward", "hopper_forward", "prepare_backward"):
         assert spec.float32_out == (call.arrays["out"].dtype == np.float32)
-    if template in ("prepare_backward", "sink_gradient"):
+    if template in ("prepare_backward", "sink_gradient", "bias_gradient"):
         assert spec.packed == packed
     if hasattr(spec, "access"):
         check_access(call, one)
@@ -345,6 +369,7 @@ ALIGNED = {  # arrays that a kernel reads or writes `access` bytes at once
     "hopper_backward": ("dk", "dv"),
     "hopper_keys": ("dk", "dv"),
     "hopper_queries": ("dq",),
+    "bias_gradient": ("q", "k", "v", "dout"),
     "prepare_backward": ("dout", "out"),
     "finish_backward": ("dq",),
 }
@@ -379,6 +404,11 @@ def check_blocks(call, one):
         assert spec.head_dim % spec.finished_cols == 0
         warps = pairs_q * tiles(problem.seqlen_q, 16) * spec.head_dim // spec.finished_cols
         assert one.blocks == tiles(warps, spec.warps)
+    elif template == "bias_gradient":
+        check_sums(call, one)
+    elif template == "add_bias_gradients":
+        assert spec.bias == BIAS_TYPES.index(problem.bias)
+        assert one.blocks == tiles(call.arrays["dbias"].size, 32)
     else:
         check_order(call, one)
 
@@ -408,6 +438,54 @@ def check_order(call, one):
         assert one.blocks % count == 0 and params["sizes"]["section"] == 1, "whole heads at a time"
 
 
+def check_sums(call, one):
+    """Every tile of scores is added once, where it belongs, and every part of a sum is written once."""
+    problem, spec, record = call.problem, one.spec, one.params["dbias"]
+    counts = (
+        problem.batch,
+        problem.heads_q,
+        tiles(problem.seqlen_q, spec.block_q),
+        tiles(problem.seqlen_k, spec.block_k),
+    )
+    shape = call.arrays["bias"].shape
+    assert record.item()[:5] == (call.arrays["dbias"].ctypes.data, *shape)
+    chunks, run, parts = record.item()[5:]
+    # As the kernel does: positions count along the axes that are summed first, from the last one on.
+    order = [axis for axis in (3, 2, 1, 0) if shape[axis] == 1] + [axis for axis in (3, 2, 1, 0) if shape[axis] > 1]
+    of_one = math.prod(n for n, size in zip(counts, shape) if size == 1)
+    assert spec.summed == (of_one > 1)
+    added = np.zeros(counts, int)
+    written = np.zeros((parts, *shape), int)
+    for block in range(one.blocks):
+        if chunks > 1:
+            share, start, chunk = tiles(of_one, chunks), block // chunks * of_one, block % chunks
+            positions = range(start + chunk * share, start + min(of_one, (chunk + 1) * share))
+        else:
+            first, chunk = block * run * of_one, 0
+            positions = range(first, min(first + run * of_one, math.prod(counts)))
+        assert positions, "a block without work"
+        for position in positions:
+            at = dict(zip(order, np.unravel_index(position, [counts[axis] for axis in order[::-1]])[::-1]))
+            at = [int(at[axis]) for axis in range(4)]
+            added[tuple(at)] += 1
+            if position + 1 < positions.stop and (position + 1) % of_one:
+                continue
+            for warp in range(spec.warps):
+                warps = warp % spec.warps_q, warp // spec.warps_q
+                where, part = [n if size > 1 else 0 for n, size in zip(at[:2], shape)], chunk
+                for axis, block_size, split in (
+                    (2, spec.block_q, spec.warps_q),
+                    (3, spec.block_k, spec.warps // spec.warps_q),
+                ):
+                    if shape[axis] == 1:
+                        part, where = part * split + warps[axis - 2], [*where, slice(0, 1)]
+                    else:
+                        first = at[axis] * block_size + warps[axis - 2] * (block_size // split)
+                        where.append(slice(first, first + block_size // split))
+                written[(part, *where)] += 1
+    assert (added == 1).all() and (written == 1).all()
+
+
 def check_params(call, params):
     """Pointers and strides, options and the seed, sizes. What the call lacks is 0, or changes nothing."""
     problem, arrays = call.problem, call.arrays
@@ -421,7 +499,12 @@ def check_params(call, params):
     if slopes is not None:  # as many as rows of lse, so that one for all batches has the stride 0
         slopes = np.broadcast_to(slopes, (problem.batch, problem.heads_q))
     check_array(score.item()[:3], slopes, "slopes")
+    logits = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    for name in OF_LOGITS if "bias" in names else ():
+        x = arrays.get(name)
+        check_array(params[name].item(), None if x is None else np.broadcast_to(x, logits), name)
     if "dsink" in names:
+        assert problem.bias or params["dbias"].item() == (0,) * 8
         assert params["dsink"] == (arrays["dsink"].ctypes.data if problem.sink else 0)
     softcap = problem.softcap
     capped = (0, 0) if softcap is None else (problem.scale / softcap, softcap / math.log(2))
@@ -477,7 +560,11 @@ def check_workspace(gpu, call, packed):
     heads, seqlen = problem.heads_q, problem.seqlen_q
     pairs = problem.batch * heads
     pointer, *steps = params["delta"].item()
-    delta, dq_sum, turn = map(gpu.allocated, (pointer, params["dq_sum"], params["turn"]))
+    delta, dq_sum, turn, sums = map(gpu.allocated, (pointer, *(params[n] for n in ("dq_sum", "turn", "dbias_parts"))))
+    parts = params["dbias"]["parts"].item()
+    assert (sums is None) == (parts < 2)
+    if sums is not None:
+        assert sums.dtype == np.float32 and sums.size == parts * call.arrays["dbias"].size
     if packed:
         assert delta.size == pairs * tiles(seqlen, 128) * 128 * 2
     else:
@@ -634,11 +721,11 @@ def test_negative_scale(gpu):
 def test_a_graph_keeps_what_it_needs(gpu, capturing):
     """And no other call does: copies, and the memory between the kernels of a backward."""
     gpu.capturing = capturing
-    backward(gpu, Shape(), {}, deterministic=True)
-    assert len(gpu.temporaries) == 3
+    backward(gpu, Shape(), {"bias": (0, 1, 0, 0)}, deterministic=True)
+    assert len(gpu.temporaries) == 4
     scattered = array((2, 70, 64, 4), tools.DTYPES["bfloat16"]).swapaxes(2, 3)
     cupyflash.attention(scattered, *[array(scattered.shape, scattered.dtype) for _ in "kv"])
-    assert len(gpu.temporaries) == 4 and gpu.launched[-1].params["sizes"]["head_dim"] == 64
+    assert len(gpu.temporaries) == 5 and gpu.launched[-1].params["sizes"]["head_dim"] == 64
     assert {x.ctypes.data for x in launch._kept_for_graphs} == (
         {x.ctypes.data for x in gpu.temporaries} if capturing else set()
     )
@@ -684,5 +771,5 @@ def test_too_many_blocks(gpu):
     many = np.broadcast_to(one, (1 << 16, 1, 1 << 15, 64), subok=True)
     with pytest.raises(ValueError, match="exceeds the 2147483647 blocks of a launch; split the batch"):
         launch._plan_forward(
-            Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0), many, many, many, many, None, None, None
+            Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0), *[many] * 4, *[None] * 5
         )

@@ -62,6 +62,14 @@ struct LogitArray {  // (batch, heads_q, seqlen_q, seqlen_k), of any strides: 0 
   int64 batch, head, row, col;
 };
 
+struct BiasGradient {  // of a contiguous dbias, whose axes are those of the logits, or 1 where the bias was broadcast
+  void* data;
+  int batches, heads, rows, cols;
+  int chunks;  // blocks that share a tile of dbias; if it is 1,
+  int run;     // tiles of dbias that a block computes one after the other
+  int parts;   // sums of each element that have to be added, in `dbias_parts`; 1: there is nothing to add
+};
+
 struct Dropout {  // core/dropout.cuh
   uint64 seed;
   uint32 threshold;  // a weight whose random number is less is dropped
@@ -100,6 +108,8 @@ struct BackwardParams {
   float* dsink;  // (heads_q)
   Dropout dropout;
   LogitArray bias, mask;
+  BiasGradient dbias;
+  float* dbias_parts;  // (parts, elements of dbias)
 };
 
 struct Matrix {  // one head of an array in global memory; stride in bytes

@@ -105,6 +105,25 @@ struct SinkSpec {  // of the kernel of dsink
   bool packed;     // delta as `statistic_of` says
 };
 
+struct BiasGradientSpec {  // of the kernel of dbias
+  int head_dim, head_dim_v;
+  int block_q, block_k;
+  int warps;
+  int warps_q;  // warps along the queries; the others split the keys
+  int blocks_per_sm;
+  bool summed;  // a tile of dbias is the sum of several tiles
+  bool packed;  // delta as `statistic_of` says
+  int access;
+  bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+};
+
+struct BiasSumSpec {  // of the kernel that adds its parts
+  int warps;
+  int bias;
+};
+
 struct PrepareSpec {
   int head_dim, head_dim_v;
   bool packed;  // delta and lse as `statistic_of` says
