@@ -15,7 +15,7 @@ from pathlib import Path
 from .spec import Variant
 
 OPTIONS = ("-std=c++20",)
-OLDEST_GPU = {"float16": 75, "bfloat16": 80}  # compute capability that the instructions of the kernels need
+OLDEST_GPU = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80}  # capability that the instructions need
 HOPPER_OPTIONS = (*OPTIONS, "-arch=sm_90a")  # wgmma and setmaxnreg; from NVRTC 12.9 on it wins over CuPy's own -arch
 
 
