@@ -238,7 +238,8 @@ def path(capability: int, nvrtc: tuple[int, int]) -> str:
     return name
 
 
-def _fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int):
+def fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int):
+    """Return the first spec that fits, of the rows of `first` and `table` for `head_dim`."""
     key = min(limit for limit in table if limit >= head_dim)
     specs = [make(tiling) for tiling in first.get(key, ()) + table[key]]
     for spec in specs:
@@ -272,7 +273,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
         first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
     else:
         first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
-    spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
+    spec = fitting(FORWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
 
 
@@ -323,7 +324,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
     if reads:
         first = BACKWARD_SPARE | BACKWARD_LOGITS
-    spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
+    spec = fitting(BACKWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 

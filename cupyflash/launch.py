@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import cupy
 import numpy as np
 
-from . import choose, compiler, tensor_map
+from . import checks, choose, compiler, precise, tensor_map
 from .problem import Problem
 from .spec import Variant
 from .structs import (
@@ -26,6 +26,8 @@ from .structs import (
     HOPPER_FORWARD_PARAMS,
     HOPPER_POINTERS,
     MAP,
+    PRECISE_BACKWARD_PARAMS,
+    PRECISE_FORWARD_PARAMS,
     STATISTIC_TILE,
     fill,
     fill_dropout,
@@ -109,7 +111,7 @@ class Plan:
 
 def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None) -> None:
     """Write ``out`` and, unless it is None, ``lse``. ``bias`` and ``mask`` have the shape of the logits."""
-    if problem.scale < 0:  # the kernels take the maximum before they scale
+    if problem.scale < 0 and q.itemsize == 2:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
         return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed, bias, mask)
@@ -159,7 +161,7 @@ def backward(
     if plan is None:
         plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic))
     statistics, sum_size, turns = plan.workspace
-    delta = cupy.empty(statistics, np.float32)
+    delta = cupy.empty(statistics, checks.lse_dtype(problem.dtype))
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
     turn = cupy.zeros(turns, np.uint32) if turns else None
     keep_for_graph(delta, dq_sum, turn)
@@ -202,7 +204,8 @@ def _remember(key: tuple, plan: Plan) -> Plan:
 
 def _access(problem: Problem, arrays: tuple) -> int:
     """Return the widest load, in bytes, that every row of every array is aligned to and a multiple of."""
-    bits = 16 | 2 * problem.head_dim | 2 * problem.head_dim_v
+    item = arrays[0].itemsize
+    bits = 16 | item * problem.head_dim | item * problem.head_dim_v
     for x in arrays:
         bits |= x.data.ptr
         for step in steps(x):
@@ -235,13 +238,15 @@ def _blocks(pairs: int, tiles: int) -> int:
 
 def _forward_sizes(problem: Problem, packed: int = 1):
     """`packed`: heads of a tile."""
-    key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    key_bytes = precise.ITEM.get(problem.dtype, 2) * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     section = min(problem.batch * problem.heads_q, max(1, L2_SHARE // key_bytes) * problem.group) // packed
     return sizes(problem, section)
 
 
 def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
     device = cupy.cuda.runtime.getDevice()
+    if problem.dtype in precise.ITEM:
+        return _plan_precise_forward(device, problem, q, k, v, out, lse)
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
     if path == "sm90" and bias is mask is None:
@@ -263,6 +268,17 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slo
     fill_dropout(params, problem)
     fill_logits(params, "bias", bias)
     fill_logits(params, "mask", mask)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
+
+
+def _plan_precise_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan:
+    variant = precise.forward(problem, _access(problem, (q, k, v, out)), _shared_limit(device))
+    blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
+    params = np.zeros(1, PRECISE_FORWARD_PARAMS)
+    params["sizes"] = _forward_sizes(problem)
+    params["exact_scale"] = problem.scale
+    for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
+        fill(params, name, x)
     return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
 
 
@@ -311,6 +327,8 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool) -> Plan:
     device = cupy.cuda.runtime.getDevice()
+    if problem.dtype in precise.ITEM:
+        return _plan_precise_backward(device, problem, arrays, lse, dlse)
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
     if path == "sm90" and bias is mask is None and not choose.drops_elsewhere(problem):
@@ -453,6 +471,22 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
         *_launch_sink(problem, before),
     )
     return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
+
+
+def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, lse, dlse) -> Plan:
+    """No sum depends on the order in which blocks run, so that every call is deterministic."""
+    delta, keys, queries = precise.backward(problem, _access(problem, arrays), _shared_limit(device))
+    pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    params = np.zeros(1, PRECISE_BACKWARD_PARAMS)
+    _fill_backward(params, problem, arrays, lse, dlse, None, None)
+    params["sizes"] = sizes(problem, _backward_section(problem))
+    params["exact_scale"] = problem.scale
+    launches = (
+        Launch.of(delta, _blocks(-(-pairs_q * problem.seqlen_q // delta.spec.warps), 1)),
+        Launch.of(keys, _blocks(pairs_k, -(-problem.seqlen_k // keys.spec.block_k))),
+        Launch.of(queries, _blocks(pairs_q, -(-problem.seqlen_q // queries.spec.block_q))),
+    )
+    return Plan.of(launches, params, BACKWARD_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
 
 
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> None:

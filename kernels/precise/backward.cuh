@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
   const Range keys = {first_key, min(first_key + kSpec.block_k, s.seqlen_k) - 1};
   const Range seen_by_all = queries_of_all(band, keys);
   const Range tiles = query_tiles_of(band, keys, kSpec.block_q);
-  const Real scale = p.scale;
+  const Real scale = p.exact_scale;
 
   RowSums<A, kCols> dk[1];
   RowSums<A, kColsV> dv[1];
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
   const int warp_row = warp_index() / kSpec.parts * 16, part = warp_index() % kSpec.parts;
   const Range seen_by_all = keys_of_all(band, {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1});
   const Range tiles = tiles_of(band, first_row, kSpec.block_q, kSpec.block_k);
-  const Real scale = p.scale;
+  const Real scale = p.exact_scale;
 
   RowSums<A, kCols> dq[1];
   dq[0].clear();

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
   const Range rows = {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1};
   const Range seen_by_all = keys_of_all(band, rows);
   const Range tiles = tiles_of(band, first_row, kSpec.block_q, kSpec.block_k);
-  const Real scale = p.scale;
+  const Real scale = p.exact_scale;
 
   RowSums<A, kOutCols> out[kRowTiles];
 #pragma unroll

@@ -6,11 +6,11 @@
 namespace cupyflash {
 
 struct PreciseForwardParams : ForwardParams {
-  double scale;
+  double exact_scale;
 };
 
 struct PreciseBackwardParams : BackwardParams {
-  double scale;
+  double exact_scale;
 };
 
 // The rows of one head.

@@ -55,6 +55,7 @@ __device__ __forceinline__ void multiply_rows(Accumulator<kCols, typename A::Rea
       }
 #pragma unroll
     for (int j = 0; j < kCols / 8; ++j) {
+      if (j % 2 == 0) __syncwarp();  // as below
       typename A::Factor b[A::kSteps][2];
       typename A::Real unit[A::kUnit];
       load_unit(unit, Right::moved(right_lane, 8 * j, 4 * group));
@@ -96,6 +97,7 @@ __device__ __forceinline__ void multiply_weights(RowSums<A, kCols> (&acc)[kRowTi
         for (int i = 0; i < 4; ++i) a[t][step][i] = A::factor(weights[t].x[first / 8 + step][i % 2 * 2 + i / 2]);
 #pragma unroll
     for (int unit = 0; unit < kCols / (8 * A::kUnit); ++unit) {
+      __syncwarp();  // or the loads of all units go ahead, into registers that are not there
       typename A::Factor b[A::kUnit][A::kSteps][2];
 #pragma unroll
       for (int step = 0; step < A::kSteps; ++step)
