@@ -174,8 +174,9 @@ def attention(
     *Dtypes.* float16, bfloat16 (`ml_dtypes.bfloat16`), float32 and float64, all arrays alike: nothing is cast
     silently. Sums and statistics are float32 (float64 for float64). On the GPU, ``head_dim`` and ``head_dim_v``
     are 1 to 256, and the kernels are compiled with ``-ftz=true``: denormal float32 numbers, and with them denormal
-    bfloat16 numbers, are taken as 0; of float32 numbers below 1e-34, 11 bits are kept. Denormal float16 numbers are
-    kept. An infinite element of float32 makes NaN there, as it is the sum of a number and infinity's rest. ``seqlen_q + seqlen_k`` is less than 2**30.
+    bfloat16 numbers, are taken as 0. Denormal float16 numbers are kept. Products of float32 take their factors
+    apart on the GPU: an element may lose its last bit even where its weight is 1, those below 1e-34 keep 11 bits,
+    and infinity becomes NaN. ``seqlen_q + seqlen_k`` is less than 2**30.
 
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
     (and such an ``out`` written through a copy), and so is ``q`` of 16 bits where ``scale`` is negative;

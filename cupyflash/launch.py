@@ -279,6 +279,8 @@ def _plan_precise_forward(device: int, problem: Problem, q, k, v, out, lse) -> P
     params["exact_scale"] = problem.scale
     for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
         fill(params, name, x)
+    fill_score(params, problem, None)
+    fill_dropout(params, problem)
     return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
 
 

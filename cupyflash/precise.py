@@ -1,20 +1,21 @@
 """The kernels of float32 and float64, chosen from literal tables as in ``choose.py``.
 
-Floors, for one head of ``N`` queries and keys on an H200, from its data sheet; nothing here was timed. ``mma`` reaches
-about 62 % of the rate that Hopper's tensor cores have by ``wgmma``: 310 TFLOP/s of TF32, 100 of float32 by three
-products, as many by six products of bfloat16, which would be more exact and take twice the splitting. Of float64 it has
-all 67. The backward makes seven products where five count.
+Nothing here was timed yet. Floors on an H200, for one head of ``N`` queries and keys of width ``d``, from its data sheet:
+by ``mma`` its tensor cores reach about 62 % of what they do by ``wgmma``, so 310 TFLOP/s of TF32, and 100 of float32 by
+three products. Six products of bfloat16 at twice the rate would cost as much, be exact to the last bit and take twice the
+instructions to split. Of float64 ``mma`` has all 67 TFLOP/s. The backward makes seven products where five count.
 
-===================  ===========================================================================================
-float32, d = 128     forward 4 d N^2 / 100e12: at most 100 TFLOP/s. Issue slots of a warp for 16 x 8 x 16: 6 products,
-                     12 to split the right factor, 2 to 4 loads, 4 additions: 25 beside the 39 cycles of the products
-float32, backward    at most 71
-float64, d = 128     forward 64 TFLOP/s but for exponentials, 16 instructions at 34 TFLOP/s: 12 % beside the products
-float64, backward    at most 48, and 38 at d = 128, where two warps compute the same scores
-===================  ===========================================================================================
+=================  =================================================================================================
+float32, forward   at most 100 TFLOP/s. For 16 x 8 x 16 a warp issues 6 products, 39 cycles, beside 12 instructions to
+                   split the right factor, as many for the left one at 16 keys, 4 additions, 2 loads; expected: 55 to 70
+float32, backward  at most 71; expected: 35 to 45
+float64, forward   at most 64 beside exponentials of 16 instructions at 34 TFLOP/s, 60 at d = 64; expected: 40 to 50
+float64, backward  at most 48; at d = 128, where two warps compute the same scores of their keys, 37; expected: 25 to 30
+=================  =================================================================================================
 
-Standard attention moves 8 N^2 bytes of float64 four times forward and seven times backward, which takes 1.6 times as long
-as its products at d = 64 and 0.8 times at 128: twice its speed is beyond the tensor cores' own rate in the backward.
+Standard attention in float64 moves ``8 N^2`` bytes four times forward and seven times backward, beside its products 1.6
+and 1.1 times as long as these at d = 64, 0.8 and 0.6 times at d = 128: twice its speed, 52 TFLOP/s, is possible forward
+at d = 64, and more than the tensor cores have, or nearly, elsewhere.
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ from .spec import PreciseDeltaSpec, PreciseForwardSpec, PreciseKeysSpec, Precise
 
 ITEM = {"float32": 4, "float64": 8}  # bytes of an element
 
-# head_dim up to: (block_q, block_k, row_tiles, parts, blocks_per_sm), ... The first that fits is taken.
+# head_dim up to: (block_q, block_k, row_tiles, parts, blocks_per_sm), ... The first that fits is taken. None was timed:
+# the largest without spills. Warps of 32 rows read K and V half as often from shared memory, which d = 64 allows.
 FORWARD = {
     "float32": {
-        64: ((64, 32, 1, 1, 3),),
+        64: ((128, 16, 2, 1, 2),),
         128: ((64, 16, 1, 1, 2),),
         192: ((64, 32, 1, 2, 1),),
         256: ((64, 16, 1, 2, 1),),
     },
     "float64": {
-        64: ((64, 32, 1, 1, 2),),
-        128: ((64, 16, 1, 1, 2),),
+        64: ((64, 32, 1, 1, 2), (64, 32, 1, 1, 1)),
+        128: ((64, 16, 1, 1, 2), (64, 16, 1, 1, 1)),
         192: ((32, 16, 1, 2, 1),),
-        256: ((32, 16, 1, 2, 1),),
+        256: ((32, 16, 1, 2, 1), (16, 16, 1, 2, 1)),
     },
 }
 # head_dim up to: (block_q, block_k, parts, stages, blocks_per_sm), ... of the kernel of dk and dv, and of that of dq.
 KEYS = {
     "float32": {
-        64: ((32, 64, 1, 1, 2),),
+        64: ((32, 64, 1, 1, 2), (32, 64, 1, 1, 1)),
         128: ((32, 64, 2, 1, 1),),
         192: ((16, 32, 2, 1, 1),),
         256: ((16, 32, 4, 1, 1),),
@@ -53,22 +55,22 @@ KEYS = {
     "float64": {
         64: ((16, 64, 1, 1, 1),),
         128: ((16, 32, 2, 1, 1),),
-        192: ((8, 32, 3, 1, 1),),
-        256: ((8, 32, 4, 1, 1),),
+        192: ((8, 32, 3, 1, 1), (16, 16, 3, 1, 1)),
+        256: ((8, 32, 4, 1, 1), (8, 16, 4, 1, 1)),
     },
 }
 QUERIES = {
     "float32": {
         64: ((64, 32, 1, 1, 2),),
-        128: ((64, 32, 1, 1, 2),),
-        192: ((64, 16, 1, 1, 1),),
-        256: ((64, 16, 2, 1, 1),),
+        128: ((64, 16, 1, 1, 2), (64, 16, 1, 1, 1)),
+        192: ((64, 16, 1, 1, 1), (32, 16, 2, 1, 1)),
+        256: ((64, 16, 2, 1, 1), (32, 16, 2, 1, 1)),
     },
     "float64": {
-        64: ((64, 16, 1, 1, 2),),
+        64: ((64, 16, 1, 1, 2), (64, 16, 1, 1, 1)),
         128: ((32, 16, 1, 1, 1),),
-        192: ((32, 16, 2, 1, 1),),
-        256: ((16, 16, 2, 1, 1),),
+        192: ((32, 16, 2, 1, 1), (16, 16, 2, 1, 1)),
+        256: ((16, 16, 2, 1, 1), (16, 8, 2, 1, 1)),
     },
 }
 

@@ -20,7 +20,7 @@ import pytest
 import tools
 
 import cupyflash
-from cupyflash import checks, choose, compiler, interop, structs, tensor_map
+from cupyflash import checks, choose, compiler, interop, precise, structs, tensor_map
 from cupyflash.problem import Problem
 
 launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
@@ -69,6 +69,8 @@ STRUCTS = {
     **dict.fromkeys(
         ("sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"), structs.HOPPER_BACKWARD_PARAMS
     ),
+    "precise/forward.cuh": structs.PRECISE_FORWARD_PARAMS,
+    "precise/backward.cuh": structs.PRECISE_BACKWARD_PARAMS,
 }
 MULTIPROCESSORS, STREAM = 132, 77
 ADDRESS_WORD = 12  # of a map, behind its other arguments
@@ -236,7 +238,8 @@ def prepared(shape, options, names, float32_out, layouts):
     shapes = {"q": q, "k": k, "v": (*k[:-1], shape.head_dim_v), "out": out, "dout": out, "lse": rows, "dlse": rows}
     shapes |= {"alibi_slopes": rows[:2], "sink": rows[1:2]}
     narrow = {"q", "k", "v", "dout"} | (set() if float32_out else {"out"})
-    dtypes = {name: tools.DTYPES[shape.dtype if name in narrow else "float32"] for name in shapes}
+    wide = "float64" if shape.dtype == "float64" else "float32"
+    dtypes = {name: tools.DTYPES[shape.dtype if name in narrow else wide] for name in shapes}
     names += tuple(name for name in BY_HEAD if name in options)
     arrays = {name: layouts.get(name, array)(shapes[name], dtypes[name]) for name in names}
     keywords = options | {name: arrays[name] for name in BY_HEAD if name in options}
@@ -257,7 +260,7 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     if lse:
         arrays["lse"] = got[1]
     on_hopper = gpu.path == "sm90" and not gpu.refuses and copyable(*(arrays[name] for name in "qkv"))
-    main = ("hopper_forward" if on_hopper else "forward",)
+    main = ("precise_forward" if shape.dtype in precise.ITEM else "hopper_forward" if on_hopper else "forward",)
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main)
     check(gpu, call)
     return call
@@ -277,6 +280,8 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
     if gpu.path == "sm90" and not gpu.refuses and copied and not choose.drops_elsewhere(problem):
         main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
+    if shape.dtype in precise.ITEM:
+        main = ("precise_keys", "precise_queries")
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, deterministic)
     check(gpu, call)
     return call
@@ -296,8 +301,8 @@ def check(gpu, call):
     packed = call.main == ("hopper_backward",)
     order = list(call.main)
     if "dq" in call.arrays:  # delta is there before anything uses it, and dq's sum before it becomes dq
-        order = ["prepare_backward", *order]
-        order += [] if "hopper_queries" in order else ["finish_backward"]
+        order = ["precise_delta" if "precise_keys" in order else "prepare_backward", *order]
+        order += [] if {"hopper_queries", "precise_queries"} & {*order} else ["finish_backward"]
         order += ["sink_gradient"] if call.problem.sink else []
     assert [one.variant.template for one in call.launched] == order
     for one in call.launched:
@@ -319,7 +324,10 @@ def check_launch(gpu, call, one, packed):
     assert 0 < one.blocks < 1 << 31
     if template in call.main:
         options = problem.softcap is not None, problem.alibi, problem.dropout > 0
-        assert (spec.softcap, spec.alibi, getattr(spec, "dropout", False)) == options
+        assert tuple(getattr(spec, name, False) for name in ("softcap", "alibi", "dropout")) == options
+        if hasattr(spec, "products"):
+            assert spec.item == call.arrays["q"].itemsize
+            assert spec.products == (3 if problem.dtype == "float32" and problem.precision != "tf32" else 1)
         assert getattr(spec, "deterministic", call.deterministic) == call.deterministic
     if hasattr(spec, "head_dim"):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
@@ -345,6 +353,9 @@ ALIGNED = {  # arrays that a kernel reads or writes `access` bytes at once
     "hopper_backward": ("dk", "dv"),
     "hopper_keys": ("dk", "dv"),
     "hopper_queries": ("dq",),
+    "precise_forward": ("q", "k", "v", "out"),
+    "precise_keys": ("q", "k", "v", "dout", "dk", "dv"),
+    "precise_queries": ("q", "k", "v", "dout", "dq"),
     "prepare_backward": ("dout", "out"),
     "finish_backward": ("dq",),
 }
@@ -355,7 +366,7 @@ def check_access(call, one):
     access = one.spec.access
     for name in ALIGNED[one.variant.template]:
         x = call.arrays[name]
-        if x.dtype == np.float32 and one.variant.template in call.main:
+        if x.dtype == np.float32 != call.arrays["q"].dtype and one.variant.template in call.main:
             continue
         assert (x.ctypes.data | x.shape[3] * x.itemsize) % access == 0, name
         assert all(s % access == 0 for s, n in zip(x.strides[:3], x.shape) if n > 1), name
@@ -369,6 +380,10 @@ def check_blocks(call, one):
         "forward": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
         "backward": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
         "sink_gradient": lambda: problem.heads_q,
+        "precise_forward": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
+        "precise_delta": lambda: tiles(pairs_q * problem.seqlen_q, spec.warps),
+        "precise_keys": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
+        "precise_queries": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
     }
     if template in exact:
         assert one.blocks == exact[template]()
@@ -435,6 +450,7 @@ def check_params(call, params):
         low, high = max(0, query + sizes["low"]), min(problem.seqlen_k, query + sizes["high"] + 1)
         assert (low, max(low, high)) == problem.key_range(query, query + 1)
     assert 1 <= sizes["section"] <= problem.batch * problem.heads_q
+    assert "exact_scale" not in names or params["exact_scale"] == problem.scale
     assert (sizes["scale"], sizes["scale_log2"]) == (np.float32(problem.scale), np.float32(problem.scale / math.log(2)))
 
 
@@ -482,7 +498,7 @@ def check_workspace(gpu, call, packed):
         assert delta.size == pairs * tiles(seqlen, 128) * 128 * 2
     else:
         assert delta.size == pairs * seqlen and steps == [heads * seqlen, seqlen, 1]
-    assert delta.dtype == np.float32
+    assert delta.dtype == checks.lse_dtype(problem.dtype)
     finish, deterministic = by_name.get("finish_backward"), getattr(main, "deterministic", False)
     assert (dq_sum is None, turn is None) == (finish is None, not deterministic)
     if finish:
@@ -537,6 +553,20 @@ def test_backward(gpu, shape, options):
     backward(gpu, shape, options, float32_out=True)
 
 
+@pytest.mark.parametrize("gpu", ["8.6", "9.0"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"scale": -0.3, "window": (20, 30)}], ids=["none", "window"])
+@pytest.mark.parametrize("dtype", precise.ITEM)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_wide_dtypes(gpu, shape, dtype, options):
+    shape = replace(shape, dtype=dtype)
+    precisions = [{}] if dtype == "float64" else [{}, {"precision": "tf32"}]
+    for more, lse, _ in itertools.product(precisions, (False, True), range(2)):
+        forward(gpu, shape, options | more, lse=lse)
+    for more, dlse, _ in itertools.product(precisions, (False, True), range(2)):
+        backward(gpu, shape, options | more, dlse, deterministic=dlse)
+    assert len(launch._plans) == 4 * len(precisions) and not launch._kept_for_graphs
+
+
 LAYOUTS = {
     "padded": partial(array, pad=8),
     "odd rows": partial(array, pad=1),
@@ -570,6 +600,17 @@ def test_layouts(gpu, name, layout):
                 forward(gpu, shape, {"causal": True}, float32_out, **layouts)
         for one in (options, {}):
             backward(gpu, shape, one, **layouts)
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("dtype", precise.ITEM)
+@pytest.mark.parametrize("name, layout", ANY_LAYOUT)
+def test_layouts_of_wide_dtypes(gpu, name, layout, dtype):
+    shape, strange = Shape(dtype=dtype), {name: LAYOUTS[layout]}
+    for layouts in ({}, strange, {}, strange):
+        if name in ("q", "k", "v", "out"):
+            forward(gpu, shape, {"causal": True}, **layouts)
+        backward(gpu, shape, {}, **layouts)
 
 
 @both_paths

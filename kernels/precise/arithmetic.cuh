@@ -32,7 +32,8 @@ struct Arithmetic<float32, kProducts> {
     return {big, __float_as_uint(x - __uint_as_float(big))};
   }
 
-  // acc += a (16 x 16) b (16 x 8)
+  // acc += a (16 x 16) b (16 x 8). kTransposed: with the same roundings as b^T a^T has without it.
+  template <bool kTransposed = false>
   __device__ __forceinline__ static void multiply(float (&acc)[4], const Factor (&a)[kSteps][4],
                                                   const Factor (&b)[kSteps][2]) {
     float sum[4] = {};
@@ -41,8 +42,9 @@ struct Arithmetic<float32, kProducts> {
       for (int s = 0; s < kSteps; ++s) {
         const uint32 big[4] = {a[s][0].big, a[s][1].big, a[s][2].big, a[s][3].big};
         const uint32 small[4] = {a[s][0].small, a[s][1].small, a[s][2].small, a[s][3].small};
-        multiply_tf32(sum, small, b[s][0].big, b[s][1].big, sum);
+        if constexpr (!kTransposed) multiply_tf32(sum, small, b[s][0].big, b[s][1].big, sum);
         multiply_tf32(sum, big, b[s][0].small, b[s][1].small, sum);
+        if constexpr (kTransposed) multiply_tf32(sum, small, b[s][0].big, b[s][1].big, sum);
       }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
@@ -53,6 +55,8 @@ struct Arithmetic<float32, kProducts> {
     for (int i = 0; i < 4; ++i) acc[i] += sum[i];
   }
 
+  // Rounded, and not with what is added next: the same in both passes.
+  __device__ __forceinline__ static float scaled(float x, float scale) { return __fmul_rn(x, scale); }
   __device__ __forceinline__ static float exp(float x) { return exp2f(kLog2E * x); }
 };
 
@@ -65,11 +69,13 @@ struct Arithmetic<float64, 1> {
   __device__ __forceinline__ static double factor(double x) { return x; }
 
   // acc += a (16 x 8) b (8 x 8)
+  template <bool kTransposed = false>
   __device__ __forceinline__ static void multiply(double (&acc)[4], const double (&a)[kSteps][4],
                                                   const double (&b)[kSteps][2]) {
     multiply_float64(acc, a[0], b[0][0], b[0][1]);
   }
 
+  __device__ __forceinline__ static double scaled(double x, double scale) { return __dmul_rn(x, scale); }
   // e^x = 2^n 2^f, n the integer nearest to x / ln 2: 16 instructions of float64 and no branch. Relative error: 4e-16,
   // and 1.5e-17 |x|, less than the rounding of a logit x. 0 below the least normal number; not for x over 709.
   __device__ __forceinline__ static double exp(double x) {

@@ -115,14 +115,14 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
 
     Accumulator<kSpec.block_q, Real> prob[1], ds[1];
     prob[0].clear();
-    multiply_rows<A>(prob, k_tile, warp_row, q_tile(stage), 0);
+    multiply_rows<A, true>(prob, k_tile, warp_row, q_tile(stage), 0);
     const Real* const lse = statistics(stage) + prob[0].col();
     const bool masked = first_key + kSpec.block_k > s.seqlen_k || first_query < seen_by_all.first ||
                         first_query + kSpec.block_q - 1 > seen_by_all.last;
 #pragma unroll
     for (int j = 0; j < kSpec.block_q / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) prob[0].x[j][i] = fma(prob[0].x[j][i], scale, -lse[8 * j + i % 2]);
+      for (int i = 0; i < 4; ++i) prob[0].x[j][i] = A::scaled(prob[0].x[j][i], scale) - lse[8 * j + i % 2];
     if (masked) prob[0].hide(first_key + warp_row, first_query, -kInfinity, [&](int key) { return band.queries(key); });
 #pragma unroll
     for (int j = 0; j < kSpec.block_q / 8; ++j)
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
     multiply_weights<A>(dv, prob, dout_tile(stage), part * kColsV);
 
     ds[0].clear();
-    multiply_rows<A>(ds, v_tile, warp_row, dout_tile(stage), 0);
+    multiply_rows<A, true>(ds, v_tile, warp_row, dout_tile(stage), 0);
 #pragma unroll
     for (int j = 0; j < kSpec.block_q / 8; ++j)
 #pragma unroll
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
 #pragma unroll
     for (int j = 0; j < kSpec.block_k / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) prob[0].x[j][i] = fma(prob[0].x[j][i], scale, -of_row[i / 2].lse);
+      for (int i = 0; i < 4; ++i) prob[0].x[j][i] = A::scaled(prob[0].x[j][i], scale) - of_row[i / 2].lse;
     if (first_key < seen_by_all.first || first_key + kSpec.block_k - 1 > seen_by_all.last)
       prob[0].hide(first_row + warp_row, first_key, -kInfinity, [&](int row) { return band.keys(row); });
 

@@ -64,7 +64,10 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
     multiply_rows<A>(scores, q_tile, warp_row, k_tile, 0);
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
-      scores[t].scale_rows(scale, scale);
+#pragma unroll
+      for (int j = 0; j < kSpec.block_k / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[t].x[j][i] = A::scaled(scores[t].x[j][i], scale);
       if (first_key < seen_by_all.first || first_key + kSpec.block_k - 1 > seen_by_all.last)
         scores[t].hide(first_row + warp_row + 16 * t, first_key, -kInfinity, [&](int row) { return band.keys(row); });
     }

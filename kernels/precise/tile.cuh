@@ -34,8 +34,8 @@ struct WideTile {
   }
 };
 
-// acc += left right^T along kCols columns: the rows of both from `left_row` and `right_row` on.
-template <class A, int kRowTiles, int kCols, class Left, class Right>
+// acc += left right^T: the rows of both from `left_row` and `right_row` on. kTransposed: as A::multiply says.
+template <class A, bool kTransposed = false, int kRowTiles, int kCols, class Left, class Right>
 __device__ __forceinline__ void multiply_rows(Accumulator<kCols, typename A::Real> (&acc)[kRowTiles], Left left,
                                               int left_row, Right right, int right_row) {
   static_assert(Left::kCols == Right::kCols);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void multiply_rows(Accumulator<kCols, typename A::Rea
 #pragma unroll
       for (int e = 0; e < A::kUnit; ++e) b[e / 2][e % 2] = A::factor(unit[e]);
 #pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) A::multiply(acc[t].x[j], a[t], b);
+      for (int t = 0; t < kRowTiles; ++t) A::template multiply<kTransposed>(acc[t].x[j], a[t], b);
     }
   }
 }
