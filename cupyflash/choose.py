@@ -402,7 +402,9 @@ def sink_gradient(before: Variant) -> Variant:
 
 def variants(capability: int) -> tuple[Variant, ...]:
     """Return the kernels that devices of `capability` (80, 90, ...) choose without softcap, ALiBi and dropout."""
-    return tuple(dict.fromkeys(_variants(capability)))
+    from . import precise  # which chooses by the functions here
+
+    return tuple(dict.fromkeys((*_variants(capability), *precise.variants(capability))))
 
 
 def _variants(capability: int) -> Iterator[Variant]:

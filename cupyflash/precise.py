@@ -1,9 +1,10 @@
 """The kernels of float32 and float64, chosen from literal tables as in ``choose.py``.
 
-Nothing here was timed yet. Floors on an H200, for one head of ``N`` queries and keys of width ``d``, from its data sheet:
-by ``mma`` its tensor cores reach about 62 % of what they do by ``wgmma``, so 310 TFLOP/s of TF32, and 100 of float32 by
-three products. Six products of bfloat16 at twice the rate would cost as much, be exact to the last bit and take twice the
-instructions to split. Of float64 ``mma`` has all 67 TFLOP/s. The backward makes seven products where five count.
+Nothing here was timed yet. Floors on an H200, for one head of ``N`` queries and keys of width ``d``, from its data
+sheet: by ``mma`` its tensor cores reach about 62 % of what they do by ``wgmma``, so 310 TFLOP/s of TF32, and 100 of
+float32 by three products. Six products of bfloat16 at twice the rate would cost as much, be exact to the last bit and
+take twice the instructions to split. Of float64 ``mma`` has all 67 TFLOP/s. The backward makes seven products where
+five count.
 
 =================  =================================================================================================
 float32, forward   at most 100 TFLOP/s. For 16 x 8 x 16 a warp issues 6 products, 39 cycles, beside 12 instructions to
@@ -21,8 +22,9 @@ at d = 64, and more than the tensor cores have, or nearly, elsewhere.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
-from .choose import fitting, round_up
+from .choose import SHARED_LIMIT, fitting, round_up
 from .problem import Problem
 from .spec import PreciseDeltaSpec, PreciseForwardSpec, PreciseKeysSpec, PreciseQueriesSpec, Variant
 
@@ -47,7 +49,7 @@ FORWARD = {
 # head_dim up to: (block_q, block_k, parts, stages, blocks_per_sm), ... of the kernel of dk and dv, and of that of dq.
 KEYS = {
     "float32": {
-        64: ((32, 64, 1, 1, 2), (32, 64, 1, 1, 1)),
+        64: ((32, 64, 1, 1, 2),),
         128: ((32, 64, 2, 1, 1),),
         192: ((16, 32, 2, 1, 1),),
         256: ((16, 32, 4, 1, 1),),
@@ -111,3 +113,17 @@ def backward(problem: Problem, access: int, shared_limit: int) -> tuple[Variant,
         _variant(problem, KEYS, keys, access, shared_limit),
         _variant(problem, QUERIES, queries, access, shared_limit),
     )
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Yield the kernels that devices of `capability` (80, 90, ...) choose for aligned arrays."""
+    if capability < 80:
+        return
+    limit = SHARED_LIMIT.get(capability, min(SHARED_LIMIT.values()))
+    for dtype, table in FORWARD.items():
+        for head_dim in table:
+            problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim, 1.0)
+            try:
+                yield from (forward(problem, 16, limit), *backward(problem, 16, limit))
+            except NotImplementedError:
+                continue

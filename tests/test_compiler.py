@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tools
 
-from cupyflash import choose, compiler, spec, structs
+from cupyflash import choose, compiler, precise, spec, structs
 from cupyflash.problem import Problem
 
 needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.nvrtc_missing()))
@@ -25,6 +25,7 @@ HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob(
 TOP_HEADERS = (
     *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
+    *("precise/forward.cuh", "precise/backward.cuh"),
 )
 LIMIT = 232448
 
@@ -165,7 +166,14 @@ template <class A> struct Same<A, A> { static constexpr bool value = true; };
 template <class A> struct Pointer { static constexpr bool value = false; };
 template <class A> struct Pointer<A*> { static constexpr bool value = true; };
 """
-CPP_TYPES = {"i4": "int", "u4": "unsigned int", "i8": "long long", "u8": "unsigned long long", "f4": "float"}
+CPP_TYPES = {
+    "i4": "int",
+    "u4": "unsigned int",
+    "i8": "long long",
+    "u8": "unsigned long long",
+    "f4": "float",
+    "f8": "double",
+}
 
 
 def same_struct(name, dtype, nested, derived=False):
@@ -244,6 +252,11 @@ def test_struct_twins():
     lines = same_struct("HopperBackwardParams", structs.HOPPER_BACKWARD_PARAMS, NESTED, derived=True)
     lines.append(f"static_assert(cupyflash::kStatisticTile == {structs.STATISTIC_TILE});")
     compile_twins(lines, "sm90/backward_params.cuh")
+    for name, dtype in (
+        ("PreciseForwardParams", structs.PRECISE_FORWARD_PARAMS),
+        ("PreciseBackwardParams", structs.PRECISE_BACKWARD_PARAMS),
+    ):
+        compile_twins(same_struct(name, dtype, NESTED, derived=True), "precise/params.cuh")
     for name in structs.BACKWARD_PARAMS.names:  # the kernels before and after take the first part as theirs
         assert structs.HOPPER_BACKWARD_PARAMS.fields[name] == structs.BACKWARD_PARAMS.fields[name]
 
@@ -295,6 +308,7 @@ def test_a_wrong_struct_twin_is_seen(wrong):
 SPECS = (
     *(spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec),
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
+    *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
 )
 
 
@@ -451,6 +465,20 @@ def test_variants_compile_without_spills(arch):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("dtype, precision", [("float32", None), ("float32", "tf32"), ("float64", None)])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+def test_precise_kernels_fit(arch, dtype, precision):
+    limit = choose.SHARED_LIMIT[int(arch[3:])]
+    for head_dim, head_dim_v, access in ((64, 64, 16), (128, 128, 16), (192, 128, 8), (256, 256, 16)):
+        problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v, 1.0, precision=precision)
+        for variant in (precise.forward(problem, access, limit), *precise.backward(problem, access, limit)):
+            report = compiler.compile_offline(variant, arch)
+            about, blocks = f"{variant.expression} for {arch}", getattr(variant.spec, "blocks_per_sm", 1)
+            assert report.spill_bytes == 0, f"{about} spills {report.spill_bytes} bytes"
+            assert report.registers * variant.spec.threads * blocks <= 65536, f"{about} does not fit the register file"
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("change", [{"softcap": True}, {"alibi": True}, {"softcap": True, "alibi": True}])
 def test_a_changed_score_fits_on_hopper(change):
     """The kernels with the fewest registers left."""
@@ -545,7 +573,12 @@ def test_nvrtc_does_not_know_the_gpu(nvrtc, known, capability, parts):
 
 
 @pytest.mark.parametrize(
-    "dtype, capability, oldest", [("float16", 61, "7.5"), ("float16", 70, "7.5"), ("bfloat16", 75, "8.0")]
+    "dtype, capability, oldest",
+    [
+        ("float16", 61, "7.5"),
+        ("float16", 70, "7.5"),
+        *((dtype, 75, "8.0") for dtype in ("bfloat16", "float32", "float64")),
+    ],
 )
 def test_the_gpu_is_too_old(nvrtc, dtype, capability, oldest):
     nvrtc(*NVRTC_12_8)
