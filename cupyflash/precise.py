@@ -109,7 +109,7 @@ def backward(problem: Problem, access: int, shared_limit: int) -> tuple[Variant,
     keys = "precise/backward.cuh", "precise_keys", PreciseKeysSpec, 2
     queries = "precise/backward.cuh", "precise_queries", PreciseQueriesSpec, 2
     return (
-        Variant("precise/backward.cuh", "precise_delta", problem.dtype, PreciseDeltaSpec(8)),
+        Variant("precise/backward.cuh", "precise_delta", problem.dtype, PreciseDeltaSpec(8, ITEM[problem.dtype])),
         _variant(problem, KEYS, keys, access, shared_limit),
         _variant(problem, QUERIES, queries, access, shared_limit),
     )
@@ -119,11 +119,8 @@ def variants(capability: int) -> Iterator[Variant]:
     """Yield the kernels that devices of `capability` (80, 90, ...) choose for aligned arrays."""
     if capability < 80:
         return
-    limit = SHARED_LIMIT.get(capability, min(SHARED_LIMIT.values()))
+    limit = SHARED_LIMIT.get(capability, SHARED_LIMIT[86])
     for dtype, table in FORWARD.items():
         for head_dim in table:
             problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim, 1.0)
-            try:
-                yield from (forward(problem, 16, limit), *backward(problem, 16, limit))
-            except NotImplementedError:
-                continue
+            yield from (forward(problem, 16, limit), *backward(problem, 16, limit))

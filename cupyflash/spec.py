@@ -289,6 +289,7 @@ class PreciseDeltaSpec(Spec):
     """Of the kernel before them."""
 
     warps: int
+    item: int
 
 
 @dataclass(frozen=True)

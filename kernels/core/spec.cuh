@@ -156,8 +156,9 @@ struct PreciseQueriesSpec {  // of the kernel of dq; a warp owns 16 queries
   __device__ constexpr int warps() const { return block_q / 16 * parts; }
 };
 
-struct PreciseDeltaSpec {
+struct PreciseDeltaSpec {  // of the kernel before both; a warp owns a row
   int warps;
+  int item;
 };
 
 }  // namespace cupyflash

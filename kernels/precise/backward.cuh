@@ -15,6 +15,7 @@ namespace cupyflash {
 template <class T, PreciseDeltaSpec kSpec>
 __global__ void __launch_bounds__(32 * kSpec.warps) precise_delta(const __grid_constant__ PreciseBackwardParams p) {
   using Real = typename Arithmetic<T, 1>::Real;
+  static_assert(sizeof(Real) == kSpec.item);
   const Sizes& s = p.sizes;
   const int64 index = int64(blockIdx.x) * kSpec.warps + warp_index();
   const int head = index % s.heads_q, row = index / s.heads_q % s.seqlen_q, batch = index / s.heads_q / s.seqlen_q;
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
     precise_keys(const __grid_constant__ PreciseBackwardParams p) {
   using A = Arithmetic<T, kSpec.products>;
   using Real = typename A::Real;
+  static_assert(sizeof(Real) == kSpec.item);
   constexpr int kThreads = 32 * kSpec.warps(), kAccess = kSpec.access;
   constexpr int kCols = kSpec.head_dim / kSpec.parts, kColsV = kSpec.head_dim_v / kSpec.parts;
   using KTile = WideTile<Real, kSpec.block_k, kSpec.head_dim>;
@@ -158,6 +160,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
     precise_queries(const __grid_constant__ PreciseBackwardParams p) {
   using A = Arithmetic<T, kSpec.products>;
   using Real = typename A::Real;
+  static_assert(sizeof(Real) == kSpec.item);
   constexpr int kThreads = 32 * kSpec.warps(), kAccess = kSpec.access, kCols = kSpec.head_dim / kSpec.parts;
   using QTile = WideTile<Real, kSpec.block_q, kSpec.head_dim>;
   using DoutTile = WideTile<Real, kSpec.block_q, kSpec.head_dim_v>;

@@ -15,6 +15,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
     precise_forward(const __grid_constant__ PreciseForwardParams p) {
   using A = Arithmetic<T, kSpec.products>;
   using Real = typename A::Real;
+  static_assert(sizeof(Real) == kSpec.item);
   constexpr int kThreads = 32 * kSpec.warps(), kAccess = kSpec.access, kRowTiles = kSpec.row_tiles;
   constexpr int kOutCols = kSpec.head_dim_v / kSpec.parts;
   using QTile = WideTile<Real, kSpec.block_q, kSpec.head_dim>;
