@@ -2,9 +2,9 @@
 
     python benchmarks/precise.py [--seqlens 1024 4096] [--head-dims 64 128] [--rounds 5] [--output precise.json]
 
-16384 tokens, heads * head_dim = 2048, full mask. Times are medians of rounds in which all are timed in turn; rates count
-4 and 10 operations for each score and column, whatever a kernel computes twice. The error is the largest of out, and of
-all gradients, on the first two heads, beside that of plain attention in the same dtype, which is the unit.
+16384 tokens, heads * head_dim = 2048, full mask. Times are medians of rounds in which all are timed in turn; rates
+count 4 and 10 operations for each score and column, whatever a kernel computes twice. The error is the largest of out,
+and of all gradients, on the first two heads, beside that of standard attention in the same dtype, which is the unit.
 """
 
 from __future__ import annotations
