@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from datetime import datetime, timezone
+from pathlib import Path
 
 import numpy as np
 import output
@@ -20,6 +21,8 @@ try:
     import cupy
 except ImportError:
     output.lacks("CuPy is missing; pip install cupyflash[cuda13]")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
 import cupyflash
 from cupyflash import reference, timing
@@ -30,10 +33,8 @@ TOKENS, WIDTH = 16384, 2048
 class Standard:
     """All scores in memory, by cuBLAS and CuPy's kernels: as few passes over them as those allow."""
 
-    exponentials = cupy.ElementwiseKernel("T top, T scale", "T x", "x = exp(scale * x - top)", "attention_weights")
-    gradient = cupy.ElementwiseKernel(
-        "T p, T delta, T scale", "T x", "x = scale * p * (x - delta)", "attention_gradient"
-    )
+    exponentials = cupy.ElementwiseKernel("T top, T scale", "T x", "x = exp(scale * x - top)", "exponentials")
+    gradient = cupy.ElementwiseKernel("T p, T delta, T scale", "T x", "x = scale * p * (x - delta)", "gradient")
 
     @classmethod
     def forward(cls, q, k, v):
@@ -156,9 +157,7 @@ def main(arguments=None):
     if not cupy.cuda.is_available():
         output.lacks("there is no GPU")
     records = []
-    print(
-        "dtype     dim seqlen                  TFLOP/s        times as long  error (of that of standard): out, gradients"
-    )
+    print("dtype     dim seqlen: TFLOP/s and times as long, of both passes; error of out and gradients (in standard's)")
     for dtype in options.dtypes:
         for head_dim in options.head_dims:
             for seqlen in options.seqlens:
