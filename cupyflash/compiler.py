@@ -57,16 +57,21 @@ def source(header: str) -> str:
     return expand(header) + "\n"
 
 
+def check_dtype(dtype: str, capability: int, target: str) -> None:
+    """Raise if a GPU of `capability` (90 is 9.0), which is that of `target`, lacks the instructions for `dtype`."""
+    oldest = OLDEST_GPU[dtype]
+    if capability < oldest:
+        raise NotImplementedError(
+            f"{dtype} needs a GPU of compute capability {_dotted(oldest)} or later, {target} has "
+            f"{_dotted(capability)}; NumPy arrays take every dtype"
+        )
+
+
 def check_target(variant: Variant, capability: int, target: str) -> None:
     """Raise if `variant` cannot be built for `capability` (90 is 9.0), which is that of `target`."""
     from cupy_backends.cuda.libs import nvrtc
 
-    oldest = OLDEST_GPU[variant.dtype]
-    if capability < oldest:
-        raise NotImplementedError(
-            f"{variant.dtype} needs a GPU of compute capability {_dotted(oldest)} or later, {target} has "
-            f"{_dotted(capability)}; NumPy arrays take every dtype"
-        )
+    check_dtype(variant.dtype, capability, target)
     known = sorted(nvrtc.getSupportedArchs())
     # CuPy compiles for the newest one that NVRTC knows where the GPU is newer, which runs within a major version.
     if capability in known or (capability > known[-1] and capability // 10 == known[-1] // 10):

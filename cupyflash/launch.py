@@ -245,9 +245,9 @@ def _forward_sizes(problem: Problem, packed: int = 1):
 
 def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
     device = cupy.cuda.runtime.getDevice()
+    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     if problem.dtype in precise.ITEM:
         return _plan_precise_forward(device, problem, q, k, v, out, lse)
-    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
     if path == "sm90" and bias is mask is None:
         plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink)
@@ -272,6 +272,7 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slo
 
 
 def _plan_precise_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan:
+    compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
     variant = precise.forward(problem, _access(problem, (q, k, v, out)), _shared_limit(device))
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
     params = np.zeros(1, PRECISE_FORWARD_PARAMS)
@@ -329,9 +330,9 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
 
 def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool) -> Plan:
     device = cupy.cuda.runtime.getDevice()
+    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     if problem.dtype in precise.ITEM:
         return _plan_precise_backward(device, problem, arrays, lse, dlse)
-    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
     if path == "sm90" and bias is mask is None and not choose.drops_elsewhere(problem):
         if choose.split(problem):
@@ -477,6 +478,7 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
 
 def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, lse, dlse) -> Plan:
     """No sum depends on the order in which blocks run, so that every call is deterministic."""
+    compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
     delta, keys, queries = precise.backward(problem, _access(problem, arrays), _shared_limit(device))
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     params = np.zeros(1, PRECISE_BACKWARD_PARAMS)

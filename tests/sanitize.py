@@ -40,6 +40,7 @@ MASKS = ({}, {"causal": True}, {"window": (40, 9)}, {"causal": True, "dropout": 
 CHANGES = ({"softcap": 2.0}, {"slope": 0.1, "causal": True}, {"softcap": 2.0, "slope": 0.1, "window": (40, 9)})
 OPTIONS = (*MASKS, *CHANGES)  # slope: of ALiBi
 SINKS = (False, True)
+PRECISE_OPTIONS = ({}, {"causal": True}, {"window": (40, 9)})  # of float32 and float64
 
 PLANTED = r"""
 extern "C" __global__ void beyond(int* x, int n) { x[n] = 1; }
@@ -55,15 +56,18 @@ extern "C" __global__ void racing(int* x, int n) {
 """
 
 
-def normal(seed, *shape):
-    return cupy.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float16))
+def normal(seed, *shape, dtype=np.float16):
+    return cupy.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
-def call(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, with_sink, slope=None, **options):
+def call(
+    seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, with_sink, slope=None, dtype=np.float16, **options
+):
     if slope is not None:
         options["alibi_slopes"] = cupy.full((2, heads_q), slope, np.float32)
-    q, dout = normal(0, 2, seqlen_q, heads_q, head_dim), normal(1, 2, seqlen_q, heads_q, head_dim_v)
-    k, v = normal(2, 2, seqlen_k, heads_k, head_dim), normal(3, 2, seqlen_k, heads_k, head_dim_v)
+    widths = (seqlen_q, heads_q, head_dim), (seqlen_q, heads_q, head_dim_v), (seqlen_k, heads_k, head_dim)
+    widths = *widths, (seqlen_k, heads_k, head_dim_v)
+    q, dout, k, v = (normal(seed, 2, *width, dtype=dtype) for seed, width in enumerate(widths))
     if with_sink:
         options["sink"] = normal(4, heads_q).astype(np.float32)
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
@@ -89,7 +93,10 @@ def main():
         launch._plans.clear()
         for shape, case, with_sink in product(SHAPES, OPTIONS, SINKS):
             call(*shape, with_sink, **case)
-    print(f"{len(options.paths) * len(SHAPES) * len(OPTIONS) * len(SINKS)} calls on {', '.join(options.paths)}")
+    for shape, case, dtype in product(SHAPES, PRECISE_OPTIONS, (np.float32, np.float64)):
+        call(*shape, False, dtype=dtype, **case)
+    calls = len(SHAPES) * (len(options.paths) * len(OPTIONS) * len(SINKS) + len(PRECISE_OPTIONS) * 2)
+    print(f"{calls} calls on {', '.join(options.paths)}")
 
 
 if __name__ == "__main__":

@@ -604,6 +604,17 @@ def test_layouts(gpu, name, layout):
 
 @pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
 @pytest.mark.parametrize("dtype", precise.ITEM)
+def test_wide_dtypes_on_turing(gpu, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "_capability", lambda device: 75)
+    monkeypatch.setenv("CUPYFLASH_PATH", "sm80")
+    for call in (forward, backward):
+        with pytest.raises(NotImplementedError, match=f"{dtype} needs a GPU of compute capability 8.0 .* has 7.5;"):
+            call(gpu, Shape(dtype=dtype), {})
+    assert not gpu.launched and not gpu.built
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("dtype", precise.ITEM)
 @pytest.mark.parametrize("name, layout", ANY_LAYOUT)
 def test_layouts_of_wide_dtypes(gpu, name, layout, dtype):
     shape, strange = Shape(dtype=dtype), {name: LAYOUTS[layout]}
