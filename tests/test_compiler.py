@@ -352,6 +352,7 @@ def test_a_tile_that_is_no_multiple_of_16_is_refused():
 # --- The machine code
 
 HMMA = 0x23C  # low 12 bits of a 16-byte instruction: HMMA.16816 and HMMA.1688
+DMMA = 0x23F
 HGMMA = (0x9F0, 0xDF0)  # with the left operand in shared memory, and in registers
 LOCAL = (0x387, 0x983)  # STL, LDL
 
@@ -380,6 +381,23 @@ def products(variant):
         width = 3 * s.head_dim + 2 * s.head_dim_v  # of the five products, each block_q x block_k
         return s.block_q * s.block_k * width // (16 * 8 * 16) // s.warps
     return 0
+
+
+def precise_products(variant, capability):
+    """Instructions of one warp for 16 x 8 x 8 products: of the loop along a row, two of its steps are in the text."""
+    s = variant.spec
+    unit = 8 * (2 if s.item == 4 else 1)  # columns of a step
+    if variant.template == "precise_forward":
+        along, depth, columns, scores = s.head_dim, s.block_k, s.head_dim_v, s.row_tiles
+    elif variant.template == "precise_queries":
+        along, depth, columns, scores = s.head_dim, s.block_k, s.head_dim, 1
+    else:
+        along, depth, columns, scores = s.head_dim, s.block_q, s.head_dim + s.head_dim_v, 1
+    assert along // unit > 2
+    count = scores * depth // 8 * (2 * unit // 8 + columns // s.parts // 8)
+    if variant.template != "precise_forward":
+        count += depth // 8 * 2 * unit // 8  # dP
+    return count * (4 if s.item == 8 and capability < 90 else s.products)
 
 
 def group_products(variant):
@@ -476,6 +494,9 @@ def test_precise_kernels_fit(arch, dtype, precision):
             about, blocks = f"{variant.expression} for {arch}", getattr(variant.spec, "blocks_per_sm", 1)
             assert report.spill_bytes == 0, f"{about} spills {report.spill_bytes} bytes"
             assert report.registers * variant.spec.threads * blocks <= 65536, f"{about} does not fit the register file"
+            if variant.template != "precise_delta":
+                found, opcode = instructions(report.cubin)[0], DMMA if dtype == "float64" else HMMA
+                assert found[opcode] == precise_products(variant, int(arch[3:])), f"{about} multiplies elsewhere"
 
 
 @needs_nvrtc

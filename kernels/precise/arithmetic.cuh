@@ -37,7 +37,7 @@ struct Arithmetic<float32, kProducts> {
   __device__ __forceinline__ static void multiply(float (&acc)[4], const Factor (&a)[kSteps][4],
                                                   const Factor (&b)[kSteps][2]) {
     float sum[4] = {};
-    if constexpr (kProducts == 3)
+    if constexpr (kProducts == 3) {  // without braces NVRTC 13.0 leaves out the next loop, too
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const uint32 big[4] = {a[s][0].big, a[s][1].big, a[s][2].big, a[s][3].big};
@@ -46,6 +46,7 @@ struct Arithmetic<float32, kProducts> {
         multiply_tf32(sum, big, b[s][0].small, b[s][1].small, sum);
         if constexpr (kTransposed) multiply_tf32(sum, small, b[s][0].big, b[s][1].big, sum);
       }
+    }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) {
       const uint32 big[4] = {a[s][0].big, a[s][1].big, a[s][2].big, a[s][3].big};
