@@ -275,7 +275,9 @@ def test_weights_that_underflow(backend):
 @pytest.mark.parametrize("rising", [True, False])
 def test_maximum_that_moves(backend, rising):
     """The running maximum grows with every key, or never after the first."""
-    steps = np.round(16 * np.linspace(-30, 30, 600)) / 16  # that no splitting of float32 rounds
+    steps = np.linspace(-30, 30, 600)
+    if backend.splits:  # one product alone makes each logit, and plain float32 would make it exactly
+        steps = np.round(16 * steps) / 16
     k = np.zeros((1, 600, 1, 64))
     k[0, :, 0, 0] = steps if rising else steps[::-1]
     q = np.zeros((1, 40, 1, 64))
