@@ -30,6 +30,7 @@ def attention(
     sink=None,
     dropout=0.0,
     seed=None,
+    precision=None,
     out=None,
     return_lse=False,
 ):
@@ -86,6 +87,10 @@ def attention(
     seed : int, optional
         From 0 to ``2**64 - 1``; needed with ``dropout``. The same seed drops the same weights, in any call:
         give each call one of its own, and its gradients the same one.
+    precision : {None, "highest", "tf32"}, default None
+        Of float32 on a GPU. ``None`` is ``"highest"``: as exact as products in float32, by three products of TF32
+        each [7]_. ``"tf32"`` makes one of them, from numbers rounded to 11 bits: an error of 1e-3 instead of 1e-6,
+        in less than half of the time. The host always computes in float32. Other dtypes take no ``"tf32"``.
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v), optional
         Where to write the result, with the dtype of ``q``, or float32 when that is float16 or bfloat16
         (partial results to be merged by `merge_attention` then lose nothing). It must share no memory with
@@ -111,8 +116,8 @@ def attention(
         the environment variable ``CUPYFLASH_PATH`` names no kernel path, or one that the GPU cannot take; or
         batch * heads * tiles exceeds 2**31 - 1, the blocks of a launch.
     NotImplementedError
-        On a GPU: float32 or float64, bfloat16 below compute capability 8.0, or a head_dim that needs more shared
-        memory than the GPU has.
+        On a GPU: ``softcap``, ``alibi_slopes``, ``sink``, ``bias``, ``mask`` or ``dropout`` of float32 or float64; any
+        dtype but float16 below compute capability 8.0, or a head_dim that needs more shared memory than the GPU has.
     ImportError
         Arrays on a GPU without CuPy.
     RuntimeError
@@ -120,7 +125,7 @@ def attention(
 
     Whichever of these comes, nothing was written, unless CUDA itself failed. Errors in the arguments come
     before anything is allocated, compiled or launched. What depends on the GPU (its compiler, its shared
-    memory, bfloat16, ``CUPYFLASH_PATH``, too many tiles) is found when a call of a new shape is planned:
+    memory, the dtype, ``CUPYFLASH_PATH``, too many tiles) is found when a call of a new shape is planned:
     results may be allocated by then, but no kernel was launched.
 
     See Also
@@ -165,15 +170,16 @@ def attention(
     inf does not hide it, as ``mask`` does. A sink of inf takes all the weight: ``out = 0``, ``lse = inf``. One of
     NaN makes ``lse`` of its head NaN, and ``out`` where a query sees a key.
 
-    *Dtypes.* float16, bfloat16 (`ml_dtypes.bfloat16`), float32 and float64 on the host, float16 and bfloat16
-    on the GPU, all arrays alike: nothing is cast silently. Sums and statistics are float32 (float64 for
-    float64). On the GPU, ``head_dim`` and ``head_dim_v`` are 1 to 256, and the kernels are compiled with
-    ``-ftz=true``: denormal float32 numbers, and with them denormal bfloat16 numbers, are taken as 0.
-    Denormal float16 numbers are kept. ``seqlen_q + seqlen_k`` is less than 2**30.
+    *Dtypes.* float16, bfloat16 (`ml_dtypes.bfloat16`), float32 and float64, all arrays alike: nothing is cast
+    silently. Sums and statistics are float32 (float64 for float64). On the GPU, ``head_dim`` and ``head_dim_v``
+    are 1 to 256, and the kernels are compiled with ``-ftz=true``: denormal float32 numbers, and with them denormal
+    bfloat16 numbers, are taken as 0. Denormal float16 numbers are kept. Products of float32 take their factors
+    apart on the GPU: an element may lose its last bit even where its weight is 1, those below 1e-34 keep 11 bits,
+    and infinity becomes NaN. ``seqlen_q + seqlen_k`` is less than 2**30.
 
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
-    (and such an ``out`` written through a copy), and so is ``q`` where ``scale`` is negative; nothing else
-    is. Results for JAX on the host are copied where JAX wants another alignment.
+    (and such an ``out`` written through a copy), and so is ``q`` of 16 bits where ``scale`` is negative;
+    nothing else is. Results for JAX on the host are copied where JAX wants another alignment.
 
     *Devices and streams.* The call runs on the device of the arrays, which need not be the current one: on
     CuPy's current stream of that device, for PyTorch on PyTorch's. It returns before the GPU is done, except
@@ -193,6 +199,8 @@ def attention(
     .. [5] OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925.
     .. [6] N. Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15 (2014);
        of attention weights: A. Vaswani et al., "Attention Is All You Need", arXiv:1706.03762.
+    .. [7] H. Ootomo, R. Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
+       theoretical peak performance", arXiv:2203.03341.
 
     Examples
     --------
@@ -225,7 +233,7 @@ def attention(
     True
     """
     dropout, seed = checks.dropout(dropout, seed)
-    options = checks.options(causal, window, scale, softcap, dropout)
+    options = checks.options(causal, window, scale, softcap, dropout, precision)
     checks.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v}
     if out is not None:
@@ -282,6 +290,7 @@ def attention_backward(
     sink=None,
     dropout=0.0,
     seed=None,
+    precision=None,
     deterministic=False,
 ):
     """Gradients of `attention` with respect to ``q``, ``k``, ``v``, ``bias`` and ``sink``.
@@ -313,11 +322,11 @@ def attention_backward(
         As `attention` returned it with ``return_lse=True``.
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of ``lse``, with the dtype of ``lse``; 0 when left out.
-    causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed
+    causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed, precision
         As given to `attention`. No gradient of ``alibi_slopes`` is computed.
     deterministic : bool, default False
         Add everything in a fixed order, so that the same call always gives the same bits; slower on a GPU.
-        ``dsink`` is always added so.
+        ``dsink`` is always added so, and everything of float32 and float64.
 
     Returns
     -------
@@ -363,7 +372,7 @@ def attention_backward(
     ([1.0, 1.0, 1.0, 1.0], [-2.0])
     """
     dropout, seed = checks.dropout(dropout, seed)
-    options = checks.options(causal, window, scale, softcap, dropout)
+    options = checks.options(causal, window, scale, softcap, dropout, precision)
     checks.flag("deterministic", deterministic)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:

@@ -19,7 +19,7 @@ from .problem import Problem
 
 DTYPES = {np.dtype(t): t.__name__ for t in (np.float16, bfloat16, np.float32, np.float64)}
 PLAIN_DTYPES = {name: dtype for dtype, name in DTYPES.items()}  # dtypes of arrays may carry metadata
-GPU_DTYPES = ("float16", "bfloat16")
+PRECISIONS = (None, "highest", "tf32")
 GPU_HEAD_DIM = 256
 CORNERS = ("lower_right", "upper_left")
 MAX_SEQLENS = 2**30  # sums of two positions and a window side stay within 32 bits in the kernels
@@ -41,6 +41,7 @@ class Options(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
+    precision: str | None = None
 
 
 _NO_OPTIONS = Options()
@@ -60,16 +61,16 @@ def shown(value) -> str:
     return text if 0 < len(text) <= 200 else f"of type {type_name(value)} and too long to print"
 
 
-def options(causal, window, scale, softcap=None, dropout=0.0) -> Options:
+def options(causal, window, scale, softcap=None, dropout=0.0, precision=None) -> Options:
     """Options in one spelling: `causal=True` is the lower right corner and no key to the right."""
-    if causal is False and window is None and scale is None and softcap is None and not dropout:
+    if causal is False and window is None and scale is None and softcap is None and not dropout and precision is None:
         return _NO_OPTIONS
     corner = _corner(causal)
     left, right = (None, None) if window is None else _window(window)
     if corner is not None:
         right = 0
     scale, softcap = None if scale is None else _scale(scale), None if softcap is None else _softcap(softcap)
-    return Options(corner or "lower_right", left, right, scale, softcap, dropout)
+    return Options(corner or "lower_right", left, right, scale, softcap, dropout, _precision(precision))
 
 
 def _corner(causal):
@@ -95,6 +96,15 @@ def _window(window):
         if bound is not None and bound < 0:
             raise ValueError(f"window {side} is {shown(bound)}; {allowed}: use None for unlimited")
     return (None if bound is None else int(bound) for bound in window)
+
+
+def _precision(precision):
+    allowed = "allowed: None, 'highest', which is the same, 'tf32'"
+    if precision is not None and not isinstance(precision, str):
+        raise TypeError(f"precision is {shown(precision)} ({type_name(precision)}); {allowed}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {shown(precision)}; {allowed}")
+    return None if precision == "highest" else precision
 
 
 def _scale(scale):
@@ -209,11 +219,8 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
     arrays = {"q": q, "k": k, "v": v, **more}
     _check_dtypes(arrays)
     dtype = DTYPES[q.dtype]
-    if gpu and dtype not in GPU_DTYPES:
-        raise NotImplementedError(
-            f"q has dtype {dtype}; allowed on the GPU: {', '.join(GPU_DTYPES)}; "
-            f"on the host, as NumPy arrays: {', '.join(DTYPES.values())}"
-        )
+    if options.precision and dtype != "float32":
+        raise ValueError(f"precision is '{options.precision}' and q has dtype {dtype}; allowed: None, 'highest'")
     _check_axes(arrays)
     *batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[-3:]
@@ -250,6 +257,14 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
             _check_broadcasts(name, x, (*batch, heads_q, seqlen_q, seqlen_k))
     if options.dropout:
         counted(**dict(zip(("batch",), batch)), heads=heads_q)
+    if gpu and q.itemsize > 2:
+        given = {"softcap": options.softcap, "alibi_slopes": slopes, "sink": sink, "bias": bias, "mask": mask}
+        given["dropout"] = options.dropout or None
+        for name in (name for name, value in given.items() if value is not None):
+            raise NotImplementedError(
+                f"{name} is given and q has dtype {dtype}; allowed with it on the GPU: float16, bfloat16; "
+                "on the host, as NumPy arrays: every dtype"
+            )
     return Problem(
         dtype,
         *(batch or [1]),
@@ -267,6 +282,7 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
         options.dropout,
         None if bias is None else DTYPES[bias.dtype],
         mask is not None,
+        options.precision,
     )
 
 

@@ -276,7 +276,8 @@ def path(capability: int, nvrtc: tuple[int, int]) -> str:
     return name
 
 
-def _fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int):
+def fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int):
+    """Return the first spec that fits, of the rows of `first` and `table` for `head_dim`."""
     key = min(limit for limit in table if limit >= head_dim)
     specs = [make(tiling) for tiling in first.get(key, ()) + table[key]]
     for spec in specs:
@@ -319,7 +320,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
         first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
     else:
         first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
-    spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
+    spec = fitting(FORWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
 
 
@@ -381,7 +382,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
     if reads(problem):
         first = BACKWARD_SPARE | BACKWARD_LOGITS
-    spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
+    spec = fitting(BACKWARD, first, make, max(d, dv), shared_limit)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
@@ -488,7 +489,7 @@ def bias_gradient(problem: Problem, before: Variant, shape: tuple, access: int, 
     def make(tiling):
         return BiasGradientSpec(d, dv, *tiling, True, before.spec.packed, access, *more)
 
-    spec = _fitting(BIAS_GRADIENT, {}, make, max(d, dv), shared_limit)
+    spec = fitting(BIAS_GRADIENT, {}, make, max(d, dv), shared_limit)
     spec = replace(spec, summed=math.prod(bias_tiles(problem, spec, shape)[0]) > 1)
     return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec)
 
@@ -507,7 +508,9 @@ def bias_sum(main: Variant) -> Variant:
 
 def variants(capability: int) -> tuple[Variant, ...]:
     """Return the kernels that devices of `capability` (80, 90, ...) choose without softcap, ALiBi and dropout."""
-    return tuple(dict.fromkeys(_variants(capability)))
+    from . import precise  # which chooses by the functions here
+
+    return tuple(dict.fromkeys((*_variants(capability), *precise.variants(capability))))
 
 
 def _variants(capability: int) -> Iterator[Variant]:

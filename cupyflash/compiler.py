@@ -15,7 +15,7 @@ from pathlib import Path
 from .spec import Variant
 
 OPTIONS = ("-std=c++20",)
-OLDEST_GPU = {"float16": 75, "bfloat16": 80}  # compute capability that the instructions of the kernels need
+OLDEST_GPU = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80}  # capability that the instructions need
 HOPPER_OPTIONS = (*OPTIONS, "-arch=sm_90a")  # wgmma and setmaxnreg; from NVRTC 12.9 on it wins over CuPy's own -arch
 
 
@@ -57,16 +57,21 @@ def source(header: str) -> str:
     return expand(header) + "\n"
 
 
+def check_dtype(dtype: str, capability: int, target: str) -> None:
+    """Raise if a GPU of `capability` (90 is 9.0), which is that of `target`, lacks the instructions for `dtype`."""
+    oldest = OLDEST_GPU[dtype]
+    if capability < oldest:
+        raise NotImplementedError(
+            f"{dtype} needs a GPU of compute capability {_dotted(oldest)} or later, {target} has "
+            f"{_dotted(capability)}; NumPy arrays take every dtype"
+        )
+
+
 def check_target(variant: Variant, capability: int, target: str) -> None:
     """Raise if `variant` cannot be built for `capability` (90 is 9.0), which is that of `target`."""
     from cupy_backends.cuda.libs import nvrtc
 
-    oldest = OLDEST_GPU[variant.dtype]
-    if capability < oldest:
-        raise NotImplementedError(
-            f"{variant.dtype} needs a GPU of compute capability {_dotted(oldest)} or later, {target} has "
-            f"{_dotted(capability)}; NumPy arrays take every dtype"
-        )
+    check_dtype(variant.dtype, capability, target)
     known = sorted(nvrtc.getSupportedArchs())
     # CuPy compiles for the newest one that NVRTC knows where the GPU is newer, which runs within a major version.
     if capability in known or (capability > known[-1] and capability // 10 == known[-1] // 10):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import cupy
 import numpy as np
 
-from . import choose, compiler, tensor_map
+from . import checks, choose, compiler, precise, tensor_map
 from .problem import Problem
 from .spec import Variant
 from .structs import (
@@ -29,6 +29,8 @@ from .structs import (
     HOPPER_POINTERS,
     LOGIT_MAP,
     MAP,
+    PRECISE_BACKWARD_PARAMS,
+    PRECISE_FORWARD_PARAMS,
     STATISTIC_TILE,
     fill,
     fill_dropout,
@@ -127,7 +129,7 @@ class Plan:
 
 def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None) -> None:
     """Write ``out`` and, unless it is None, ``lse``. ``bias`` and ``mask`` have the shape of the logits."""
-    if problem.scale < 0:  # the kernels take the maximum before they scale
+    if problem.scale < 0 and q.itemsize == 2:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
         return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed, bias, mask)
@@ -181,7 +183,7 @@ def backward(
         rest = Rest(lse, dlse, slopes, sink, bias, mask, dbias)
         plan = _remember(key, _plan_backward(problem, arrays, rest, deterministic))
     statistics, sum_size, turns, parts_size = plan.workspace
-    delta = cupy.empty(statistics, np.float32)
+    delta = cupy.empty(statistics, checks.lse_dtype(problem.dtype))
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
     turn = cupy.zeros(turns, np.uint32) if turns else None
     parts = cupy.empty(parts_size, np.float32) if parts_size else None
@@ -229,7 +231,8 @@ def _remember(key: tuple, plan: Plan) -> Plan:
 
 def _access(problem: Problem, arrays: tuple) -> int:
     """Return the widest load, in bytes, that every row of every array is aligned to and a multiple of."""
-    bits = 16 | 2 * problem.head_dim | 2 * problem.head_dim_v
+    item = arrays[0].itemsize
+    bits = 16 | item * problem.head_dim | item * problem.head_dim_v
     for x in arrays:
         bits |= x.data.ptr
         for step in steps(x):
@@ -262,7 +265,7 @@ def _blocks(pairs: int, tiles: int) -> int:
 
 def _forward_sizes(problem: Problem, packed: int = 1):
     """`packed`: heads of a tile."""
-    key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    key_bytes = precise.ITEM.get(problem.dtype, 2) * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     section = min(problem.batch * problem.heads_q, max(1, L2_SHARE // key_bytes) * problem.group) // packed
     return sizes(problem, section)
 
@@ -270,6 +273,8 @@ def _forward_sizes(problem: Problem, packed: int = 1):
 def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+    if problem.dtype in precise.ITEM:
+        return _plan_precise_forward(device, problem, q, k, v, out, lse)
     plan = None
     if path == "sm90":
         plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
@@ -290,6 +295,20 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slo
     fill_dropout(params, problem)
     fill_logits(params, "bias", bias)
     fill_logits(params, "mask", mask)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
+
+
+def _plan_precise_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan:
+    compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
+    variant = precise.forward(problem, _access(problem, (q, k, v, out)), _shared_limit(device))
+    blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
+    params = np.zeros(1, PRECISE_FORWARD_PARAMS)
+    params["sizes"] = _forward_sizes(problem)
+    params["exact_scale"] = problem.scale
+    for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
+        fill(params, name, x)
+    fill_score(params, problem, None)
+    fill_dropout(params, problem)
     return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
 
 
@@ -366,6 +385,8 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
 def _plan_backward(problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+    if problem.dtype in precise.ITEM:
+        return _plan_precise_backward(device, problem, arrays, rest)
     plan = None
     if path == "sm90" and not choose.drops_elsewhere(problem) and not choose.reads_elsewhere(problem):
         if choose.split(problem):
@@ -536,6 +557,23 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Res
         *of_bias,
     )
     return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0, parts_size))
+
+
+def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
+    """No sum depends on the order in which blocks run, so that every call is deterministic."""
+    compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
+    delta, keys, queries = precise.backward(problem, _access(problem, arrays), _shared_limit(device))
+    pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    params = np.zeros(1, PRECISE_BACKWARD_PARAMS)
+    _fill_backward(params, problem, arrays, rest)
+    params["sizes"] = sizes(problem, _backward_section(problem))
+    params["exact_scale"] = problem.scale
+    launches = (
+        Launch.of(delta, _blocks(-(-pairs_q * problem.seqlen_q // delta.spec.warps), 1)),
+        Launch.of(keys, _blocks(pairs_k, -(-problem.seqlen_k // keys.spec.block_k))),
+        Launch.of(queries, _blocks(pairs_q, -(-problem.seqlen_q // queries.spec.block_q))),
+    )
+    return Plan.of(launches, params, BACKWARD_POINTERS, (pairs_q * problem.seqlen_q, 0, 0, 0))
 
 
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest) -> None:

@@ -32,6 +32,7 @@ class Problem:
     dropout: float = 0.0  # a multiple of 2**-32
     bias: str | None = None  # dtype of the bias that is given
     mask: bool = False  # a mask is given
+    precision: str | None = None  # "tf32", or None for the highest
 
     @property
     def group(self) -> int:

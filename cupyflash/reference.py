@@ -43,7 +43,7 @@ def attention(
 ):
     """Standard attention in float64.
 
-    Takes the arguments of `cupyflash.attention`, except `out`.
+    Takes the arguments of `cupyflash.attention`, except `out` and `precision`.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ def attention_backward(
 ):
     """Gradients of standard attention in float64, from their formulas.
 
-    Takes the arguments of `cupyflash.attention_backward`, except `deterministic`.
+    Takes the arguments of `cupyflash.attention_backward`, except `deterministic` and `precision`.
 
     Parameters
     ----------

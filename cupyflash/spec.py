@@ -234,6 +234,87 @@ class HopperQueriesSpec(Spec):
 
 
 @dataclass(frozen=True)
+class PreciseForwardSpec(Spec):
+    """Of float32 and float64."""
+
+    head_dim: int
+    head_dim_v: int
+    item: int
+    block_q: int
+    block_k: int
+    row_tiles: int
+    parts: int
+    blocks_per_sm: int
+    products: int
+    access: int
+
+    @property
+    def warps(self) -> int:
+        return self.block_q // (16 * self.row_tiles) * self.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.item * (self.block_q * self.head_dim + self.block_k * (self.head_dim + self.head_dim_v))
+
+
+@dataclass(frozen=True)
+class PreciseKeysSpec(Spec):
+    """Of the kernel that computes dk and dv of float32 and float64."""
+
+    head_dim: int
+    head_dim_v: int
+    item: int
+    block_q: int
+    block_k: int
+    parts: int
+    stages: int
+    blocks_per_sm: int
+    products: int
+    access: int
+
+    @property
+    def warps(self) -> int:
+        return self.block_k // 16 * self.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        width, statistics = self.head_dim + self.head_dim_v, 2 * self.stages * self.block_q
+        return self.item * ((self.block_k + self.stages * self.block_q) * width + statistics)
+
+
+@dataclass(frozen=True)
+class PreciseQueriesSpec(Spec):
+    """Of the kernel that computes dq of float32 and float64."""
+
+    head_dim: int
+    head_dim_v: int
+    item: int
+    block_q: int
+    block_k: int
+    parts: int
+    stages: int
+    blocks_per_sm: int
+    products: int
+    access: int
+
+    @property
+    def warps(self) -> int:
+        return self.block_q // 16 * self.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.item * (self.block_q + self.stages * self.block_k) * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True)
+class PreciseDeltaSpec(Spec):
+    """Of the kernel before them."""
+
+    warps: int
+    item: int
+
+
+@dataclass(frozen=True)
 class SinkSpec(Spec):
     """Of the kernel that computes dsink."""
 
@@ -303,7 +384,7 @@ class Variant:
 
     header: str  # "sm80/forward.cuh"
     template: str  # "forward"
-    dtype: str  # "float16" or "bfloat16"
+    dtype: str  # "float16", ...
     spec: Spec
 
     @property

@@ -47,6 +47,13 @@ BACKWARD_PARAMS = np.dtype(
     ],
     align=True,
 )
+# Those of float32 and float64, in kernels/precise/params.cuh.
+PRECISE_FORWARD_PARAMS = np.dtype(
+    [*((n, FORWARD_PARAMS[n]) for n in FORWARD_PARAMS.names), ("exact_scale", "f8")], align=True
+)
+PRECISE_BACKWARD_PARAMS = np.dtype(
+    [*((n, BACKWARD_PARAMS[n]) for n in BACKWARD_PARAMS.names), ("exact_scale", "f8")], align=True
+)
 
 ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "paired")])
 MAP = np.dtype(("u8", tensor_map.WORDS))

@@ -15,6 +15,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would tak
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import tools  # noqa: E402
+from tools import ALL_16, ALL_OPTIONS, backend_fixture  # noqa: E402
 
 RECORD = tools.ROOT / "tests" / "gpu_record.json"
 NO_CUDA = tools.cuda_missing()
@@ -45,37 +46,18 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.xdist_group("large"))
 
 
-def _backends(*names):
-    params = []
-    for name, dtype in (name.split("-") for name in names):
-        if name == "numpy":
-            params.append(pytest.param(tools.Backend(name, dtype), id=f"{name}-{dtype}"))
-            continue
-        for path in tools.CUDA_PATHS if name == "cuda" else {name}.intersection(tools.CUDA_PATHS):
-            params.append(pytest.param(tools.Backend(name, dtype, path), marks=pytest.mark.gpu, id=f"{path}-{dtype}"))
-    return params
-
-
-def _backend_fixture(name, doc, *names):
-    def backend(request, monkeypatch):
-        return request.param.activate(monkeypatch)
-
-    backend.__doc__ = doc
-    return pytest.fixture(params=_backends(*names), name=name)(backend)
-
-
-_ALL_16 = ("numpy-float16", "numpy-bfloat16", "cuda-float16", "cuda-bfloat16")
-backend = _backend_fixture("backend", "Every backend in every dtype.", *_ALL_16, "numpy-float32", "numpy-float64")
-backend16 = _backend_fixture("backend16", "Every backend in its 16-bit dtypes.", *_ALL_16)
-backend1 = _backend_fixture(
+backend = backend_fixture("backend", "Every backend in every dtype with all options.", *ALL_OPTIONS)
+backend16 = backend_fixture("backend16", "Every backend in its 16-bit dtypes.", *ALL_16)
+backend1 = backend_fixture(
     "backend1", "Every backend once, for what does not depend on the dtype.", "numpy-float32", "cuda-bfloat16"
 )
-backend_bfloat16 = _backend_fixture("backend_bfloat16", "Every backend in bfloat16.", "numpy-bfloat16", "cuda-bfloat16")
+backend_bfloat16 = backend_fixture("backend_bfloat16", "Every backend in bfloat16.", "numpy-bfloat16", "cuda-bfloat16")
 # For options, each of which is one more kernel to compile: the GPU's paths in one dtype each.
 _OPTION_16 = ("numpy-float16", "numpy-bfloat16", "sm80-float16", "sm90-bfloat16")
-option_backend = _backend_fixture("option_backend", "Of `backend`.", *_OPTION_16, "numpy-float32", "numpy-float64")
-option_backend16 = _backend_fixture("option_backend16", "Of `backend16`.", *_OPTION_16)
-cuda = _backend_fixture("cuda", "The GPU.", "cuda-bfloat16")
+option_backend = backend_fixture("option_backend", "Of `backend`.", *_OPTION_16, "numpy-float32", "numpy-float64")
+option_backend16 = backend_fixture("option_backend16", "Of `backend16`.", *_OPTION_16)
+cuda = backend_fixture("cuda", "The GPU.", "cuda-bfloat16")
+precise = backend_fixture("precise", "The GPU in float32 and float64.", "cuda-float32", "cuda-float64")
 
 
 @pytest.fixture(autouse=True)

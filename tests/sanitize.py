@@ -41,6 +41,7 @@ CHANGES = ({"softcap": 2.0}, {"slope": 0.1, "causal": True}, {"softcap": 2.0, "s
 LOGITS = ({"bias": (1, 1, 1, 1)}, {"bias": (0, 1, 0, 1), "mask": (1, 0, 1, 1)}, {"bias": (0, 0, 1, 0), "softcap": 2.0})
 OPTIONS = (*MASKS, *CHANGES, *LOGITS)  # slope: of ALiBi; bias, mask: axes along which they are not broadcast
 SINKS = (False, True)
+PRECISE_OPTIONS = ({}, {"causal": True}, {"window": (40, 9)})  # of float32 and float64
 
 PLANTED = r"""
 extern "C" __global__ void beyond(int* x, int n) { x[n] = 1; }
@@ -56,15 +57,18 @@ extern "C" __global__ void racing(int* x, int n) {
 """
 
 
-def normal(seed, *shape):
-    return cupy.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float16))
+def normal(seed, *shape, dtype=np.float16):
+    return cupy.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
-def call(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, with_sink, slope=None, **options):
+def call(
+    seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, with_sink, slope=None, dtype=np.float16, **options
+):
     if slope is not None:
         options["alibi_slopes"] = cupy.full((2, heads_q), slope, np.float32)
-    q, dout = normal(0, 2, seqlen_q, heads_q, head_dim), normal(1, 2, seqlen_q, heads_q, head_dim_v)
-    k, v = normal(2, 2, seqlen_k, heads_k, head_dim), normal(3, 2, seqlen_k, heads_k, head_dim_v)
+    widths = (seqlen_q, heads_q, head_dim), (seqlen_q, heads_q, head_dim_v), (seqlen_k, heads_k, head_dim)
+    widths = *widths, (seqlen_k, heads_k, head_dim_v)
+    q, dout, k, v = (normal(seed, 2, *width, dtype=dtype) for seed, width in enumerate(widths))
     for name, kept in [(name, options[name]) for name in ("bias", "mask") if name in options]:
         values = normal(5, *(n if own else 1 for n, own in zip((2, heads_q, seqlen_q, seqlen_k), kept)))
         options[name] = values if name == "bias" else values > -0.5
@@ -93,7 +97,10 @@ def main():
         launch._plans.clear()
         for shape, case, with_sink in product(SHAPES, OPTIONS, SINKS):
             call(*shape, with_sink, **case)
-    print(f"{len(options.paths) * len(SHAPES) * len(OPTIONS) * len(SINKS)} calls on {', '.join(options.paths)}")
+    for shape, case, dtype in product(SHAPES, PRECISE_OPTIONS, (np.float32, np.float64)):
+        call(*shape, False, dtype=dtype, **case)
+    calls = len(SHAPES) * (len(options.paths) * len(OPTIONS) * len(SINKS) + len(PRECISE_OPTIONS) * 2)
+    print(f"{calls} calls on {', '.join(options.paths)}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tools
 
-from cupyflash import choose, compiler, spec, structs
+from cupyflash import choose, compiler, precise, spec, structs
 from cupyflash.problem import Problem
 from cupyflash.spec import Variant
 
@@ -27,6 +27,7 @@ HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob(
 TOP_HEADERS = (
     *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
+    *("precise/forward.cuh", "precise/backward.cuh"),
 )
 LIMIT = 232448
 
@@ -177,7 +178,14 @@ template <class A> struct Same<A, A> { static constexpr bool value = true; };
 template <class A> struct Pointer { static constexpr bool value = false; };
 template <class A> struct Pointer<A*> { static constexpr bool value = true; };
 """
-CPP_TYPES = {"i4": "int", "u4": "unsigned int", "i8": "long long", "u8": "unsigned long long", "f4": "float"}
+CPP_TYPES = {
+    "i4": "int",
+    "u4": "unsigned int",
+    "i8": "long long",
+    "u8": "unsigned long long",
+    "f4": "float",
+    "f8": "double",
+}
 
 
 def same_struct(name, dtype, nested, derived=False):
@@ -260,6 +268,11 @@ def test_struct_twins():
     lines = same_struct("HopperBackwardParams", structs.HOPPER_BACKWARD_PARAMS, NESTED, derived=True)
     lines.append(f"static_assert(cupyflash::kStatisticTile == {structs.STATISTIC_TILE});")
     compile_twins(lines, "sm90/backward_params.cuh")
+    for name, dtype in (
+        ("PreciseForwardParams", structs.PRECISE_FORWARD_PARAMS),
+        ("PreciseBackwardParams", structs.PRECISE_BACKWARD_PARAMS),
+    ):
+        compile_twins(same_struct(name, dtype, NESTED, derived=True), "precise/params.cuh")
     for name in structs.BACKWARD_PARAMS.names:  # the kernels before and after take the first part as theirs
         assert structs.HOPPER_BACKWARD_PARAMS.fields[name] == structs.BACKWARD_PARAMS.fields[name]
 
@@ -312,6 +325,7 @@ SPECS = (
     *(spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec),
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
     *(spec.BiasGradientSpec, spec.BiasSumSpec),
+    *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
 )
 
 
@@ -355,6 +369,7 @@ def test_a_tile_that_is_no_multiple_of_16_is_refused():
 # --- The machine code
 
 HMMA = 0x23C  # low 12 bits of a 16-byte instruction: HMMA.16816 and HMMA.1688
+DMMA = 0x23F
 HGMMA = (0x9F0, 0xDF0)  # with the left operand in shared memory, and in registers
 LOCAL = (0x387, 0x983)  # STL, LDL
 
@@ -385,6 +400,23 @@ def products(variant):
     if variant.template == "bias_gradient":
         return s.block_q * s.block_k * (s.head_dim + s.head_dim_v) // (16 * 8 * 16) // s.warps
     return 0
+
+
+def precise_products(variant, capability):
+    """Instructions of one warp for 16 x 8 x 8 products: of the loop along a row, two of its steps are in the text."""
+    s = variant.spec
+    unit = 8 * (2 if s.item == 4 else 1)  # columns of a step
+    if variant.template == "precise_forward":
+        along, depth, columns, scores = s.head_dim, s.block_k, s.head_dim_v, s.row_tiles
+    elif variant.template == "precise_queries":
+        along, depth, columns, scores = s.head_dim, s.block_k, s.head_dim, 1
+    else:
+        along, depth, columns, scores = s.head_dim, s.block_q, s.head_dim + s.head_dim_v, 1
+    assert along // unit > 2
+    count = scores * depth // 8 * (2 * unit // 8 + columns // s.parts // 8)
+    if variant.template != "precise_forward":
+        count += depth // 8 * 2 * unit // 8  # dP
+    return count * (4 if s.item == 8 and capability < 90 else s.products)
 
 
 def group_products(variant):
@@ -472,6 +504,36 @@ def test_variants_compile_without_spills(arch):
         per_product = 2 if capability < 80 else 1
         assert found[0][HMMA] == per_product * products(variant), f"{about} multiplies elsewhere"
         assert tuple(found[0][opcode] for opcode in HGMMA) == group_products(variant), f"{about} multiplies elsewhere"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "arch, dtype, precision, head_dims",
+    [
+        ("sm_80", "float32", None, ((64, 64), (128, 128), (192, 128))),
+        ("sm_80", "float64", None, ((128, 128),)),
+        ("sm_86", "float32", None, ((192, 192), (256, 256))),
+        ("sm_86", "float64", None, ((192, 192), (256, 256))),
+        ("sm_90", "float32", None, ((64, 64), (128, 128), (256, 256))),
+        ("sm_90", "float32", "tf32", ((64, 64),)),
+        ("sm_90", "float64", None, ((64, 64), (128, 128))),
+    ],
+)
+def test_precise_kernels_fit(arch, dtype, precision, head_dims):
+    limit, variants = choose.SHARED_LIMIT[int(arch[3:])], []
+    for head_dim, head_dim_v in head_dims:
+        problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v, 1.0, precision=precision)
+        access = 16 if head_dim == head_dim_v else 8
+        variants += [precise.forward(problem, access, limit), *precise.backward(problem, access, limit)[1:]]
+    with ThreadPoolExecutor(2) as pool:
+        reports = list(pool.map(lambda variant: compiler.compile_offline(variant, arch), variants))
+    for variant, report in zip(variants, reports):
+        about, spec = f"{variant.expression} for {arch}", variant.spec
+        assert report.spill_bytes == 0, f"{about} spills {report.spill_bytes} bytes"
+        registers = report.registers * spec.threads * spec.blocks_per_sm
+        assert registers <= 65536, f"{about} does not fit the register file"
+        found, opcode = instructions(report.cubin)[0], DMMA if dtype == "float64" else HMMA
+        assert found[opcode] == precise_products(variant, int(arch[3:])), f"{about} multiplies elsewhere"
 
 
 @needs_nvrtc
@@ -604,7 +666,12 @@ def test_nvrtc_does_not_know_the_gpu(nvrtc, known, capability, parts):
 
 
 @pytest.mark.parametrize(
-    "dtype, capability, oldest", [("float16", 61, "7.5"), ("float16", 70, "7.5"), ("bfloat16", 75, "8.0")]
+    "dtype, capability, oldest",
+    [
+        ("float16", 61, "7.5"),
+        ("float16", 70, "7.5"),
+        *((dtype, 75, "8.0") for dtype in ("bfloat16", "float32", "float64")),
+    ],
 )
 def test_the_gpu_is_too_old(nvrtc, dtype, capability, oldest):
     nvrtc(*NVRTC_12_8)

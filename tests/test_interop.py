@@ -567,8 +567,10 @@ def test_cupy_arguments(current_device):
     args = inputs("float16")
     q, k, v = (cupy_array(x) for x in args[1:])
     wide = [cupy_array(x) for x in inputs("float32")[1:]]
-    with pytest.raises(NotImplementedError, match="q has dtype float32; allowed on the GPU: float16, bfloat16"):
-        cupyflash.attention(*wide)
+    with pytest.raises(
+        NotImplementedError, match="softcap is given and q has dtype float32; allowed with it on the GPU"
+    ):
+        cupyflash.attention(*wide, softcap=2.0)
     odd = np.zeros(q.nbytes + 1, np.uint8)[1:].view(np.float16).reshape(q.shape)
     with pytest.raises(ValueError, match="q is at address 0x.*; allowed: multiples of 2"):
         cupyflash.attention(cupy_array(odd), k, v)
@@ -792,8 +794,10 @@ def test_gpu_out(cupy):
 @pytest.mark.gpu
 def test_gpu_refusals(cupy):
     _, q, k, v = gpu_inputs(cupy)
-    with pytest.raises(NotImplementedError, match="q has dtype float32; allowed on the GPU: float16, bfloat16"):
-        cupyflash.attention(q.astype("f4"), k.astype("f4"), v.astype("f4"))
+    with pytest.raises(
+        NotImplementedError, match="softcap is given and q has dtype float32; allowed with it on the GPU"
+    ):
+        cupyflash.attention(q.astype("f4"), k.astype("f4"), v.astype("f4"), softcap=2.0)
     with pytest.raises(ValueError, match="q has head_dim 257; allowed: 1 to 256 on the GPU"):
         wide = cupy.zeros((1, 2, 1, 257), "f2")
         cupyflash.attention(wide, wide, wide)

@@ -20,7 +20,7 @@ import pytest
 import tools
 
 import cupyflash
-from cupyflash import checks, choose, compiler, interop, structs, tensor_map
+from cupyflash import checks, choose, compiler, interop, precise, structs, tensor_map
 from cupyflash.problem import Problem
 from cupyflash.spec import BIAS_TYPES
 
@@ -77,6 +77,8 @@ STRUCTS = {
     **dict.fromkeys(
         ("sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"), structs.HOPPER_BACKWARD_PARAMS
     ),
+    "precise/forward.cuh": structs.PRECISE_FORWARD_PARAMS,
+    "precise/backward.cuh": structs.PRECISE_BACKWARD_PARAMS,
 }
 MULTIPROCESSORS, STREAM = 132, 77
 ADDRESS_WORD = 12  # of a map, behind its other arguments
@@ -257,7 +259,8 @@ def prepared(shape, options, names, float32_out, layouts):
         name: tuple(n if kept else 1 for n, kept in zip(logits, options.get(name, logits))) for name in OF_LOGITS
     }
     narrow = {"q", "k", "v", "dout"} | (set() if float32_out else {"out"})
-    dtypes = {name: tools.DTYPES[shape.dtype if name in narrow else "float32"] for name in shapes}
+    wide = "float64" if shape.dtype == "float64" else "float32"
+    dtypes = {name: tools.DTYPES[shape.dtype if name in narrow else wide] for name in shapes}
     dtypes |= {"bias": tools.DTYPES[shape.bias_dtype], "mask": np.dtype(bool)}
     names += tuple(name for name in ARRAYS if name in options)
     arrays = {name: layouts.get(name, array)(shapes[name], dtypes[name]) for name in names}
@@ -280,7 +283,7 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
         arrays["lse"] = got[1]
     on_hopper = gpu.path == "sm90" and not gpu.refuses and copyable(*(arrays[name] for name in "qkv"))
     on_hopper = on_hopper and all(map(readable, of_logits(problem, arrays).values()))
-    main = ("hopper_forward" if on_hopper else "forward",)
+    main = ("precise_forward" if shape.dtype in precise.ITEM else "hopper_forward" if on_hopper else "forward",)
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main)
     check(gpu, call)
     return call
@@ -303,6 +306,8 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     elsewhere = choose.drops_elsewhere(problem) or choose.reads_elsewhere(problem)
     if gpu.path == "sm90" and not gpu.refuses and copied and not elsewhere:
         main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
+    if shape.dtype in precise.ITEM:
+        main = ("precise_keys", "precise_queries")
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, deterministic)
     check(gpu, call)
     return call
@@ -329,8 +334,8 @@ def check(gpu, call):
     packed = call.main == ("hopper_backward",)
     order = list(call.main)
     if "dq" in call.arrays:  # delta is there before anything uses it, and dq's sum before it becomes dq
-        order = ["prepare_backward", *order]
-        order += [] if "hopper_queries" in order else ["finish_backward"]
+        order = ["precise_delta" if "precise_keys" in order else "prepare_backward", *order]
+        order += [] if {"hopper_queries", "precise_queries"} & {*order} else ["finish_backward"]
         order += ["sink_gradient"] if call.problem.sink else []
         order += ["bias_gradient"] if call.problem.bias else []
         order += ["add_bias_gradients"] if call.launched[-1].params["dbias"]["parts"] > 1 else []
@@ -355,10 +360,12 @@ def check_launch(gpu, call, one, packed):
     assert 0 < one.blocks < 1 << 31
     if template in (*call.main, "bias_gradient"):
         options = problem.softcap is not None, problem.alibi, problem.dropout > 0
-        assert (spec.softcap, spec.alibi, getattr(spec, "dropout", False)) == options
-        assert (
-            getattr(spec, "bias", 0) == BIAS_TYPES.index(problem.bias) and getattr(spec, "mask", False) == problem.mask
-        )
+        assert tuple(getattr(spec, name, False) for name in ("softcap", "alibi", "dropout")) == options
+        assert getattr(spec, "bias", 0) == BIAS_TYPES.index(problem.bias)
+        assert getattr(spec, "mask", False) == problem.mask
+        if hasattr(spec, "products"):
+            assert spec.item == call.arrays["q"].itemsize
+            assert spec.products == (3 if problem.dtype == "float32" and problem.precision != "tf32" else 1)
         assert getattr(spec, "deterministic", call.deterministic) == call.deterministic
     if hasattr(spec, "head_dim"):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
@@ -385,6 +392,9 @@ ALIGNED = {  # arrays that a kernel reads or writes `access` bytes at once
     "hopper_keys": ("dk", "dv"),
     "hopper_queries": ("dq",),
     "bias_gradient": ("q", "k", "v", "dout"),
+    "precise_forward": ("q", "k", "v", "out"),
+    "precise_keys": ("q", "k", "v", "dout", "dk", "dv"),
+    "precise_queries": ("q", "k", "v", "dout", "dq"),
     "prepare_backward": ("dout", "out"),
     "finish_backward": ("dq",),
 }
@@ -395,7 +405,7 @@ def check_access(call, one):
     access = one.spec.access
     for name in ALIGNED[one.variant.template]:
         x = call.arrays[name]
-        if x.dtype == np.float32 and one.variant.template in call.main:
+        if x.dtype == np.float32 != call.arrays["q"].dtype and one.variant.template in call.main:
             continue
         assert (x.ctypes.data | x.shape[3] * x.itemsize) % access == 0, name
         assert all(s % access == 0 for s, n in zip(x.strides[:3], x.shape) if n > 1), name
@@ -409,6 +419,10 @@ def check_blocks(call, one):
         "forward": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
         "backward": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
         "sink_gradient": lambda: problem.heads_q,
+        "precise_forward": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
+        "precise_delta": lambda: tiles(pairs_q * problem.seqlen_q, spec.warps),
+        "precise_keys": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
+        "precise_queries": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
     }
     if template in exact:
         assert one.blocks == exact[template]()
@@ -533,6 +547,7 @@ def check_params(call, params):
         low, high = max(0, query + sizes["low"]), min(problem.seqlen_k, query + sizes["high"] + 1)
         assert (low, max(low, high)) == problem.key_range(query, query + 1)
     assert 1 <= sizes["section"] <= problem.batch * problem.heads_q
+    assert "exact_scale" not in names or params["exact_scale"] == problem.scale
     assert (sizes["scale"], sizes["scale_log2"]) == (np.float32(problem.scale), np.float32(problem.scale / math.log(2)))
 
 
@@ -611,7 +626,7 @@ def check_workspace(gpu, call, packed):
         assert delta.size == pairs * tiles(seqlen, 128) * 128 * 2
     else:
         assert delta.size == pairs * seqlen and steps == [heads * seqlen, seqlen, 1]
-    assert delta.dtype == np.float32
+    assert delta.dtype == checks.lse_dtype(problem.dtype)
     finish, deterministic = by_name.get("finish_backward"), getattr(main, "deterministic", False)
     assert (dq_sum is None, turn is None) == (finish is None, not deterministic)
     if finish:
@@ -723,6 +738,20 @@ def test_bias_and_mask(gpu, shape, layout, bias, mask):
     assert len(launch._plans) == (2 if make is array else 4)
 
 
+@pytest.mark.parametrize("gpu", ["8.6", "9.0"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"scale": -0.3, "window": (20, 30)}], ids=["none", "window"])
+@pytest.mark.parametrize("dtype", precise.ITEM)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_wide_dtypes(gpu, shape, dtype, options):
+    shape = replace(shape, dtype=dtype)
+    precisions = [{}] if dtype == "float64" else [{}, {"precision": "tf32"}]
+    for more, lse, _ in itertools.product(precisions, (False, True), range(2)):
+        forward(gpu, shape, options | more, lse=lse)
+    for more, dlse, _ in itertools.product(precisions, (False, True), range(2)):
+        backward(gpu, shape, options | more, dlse, deterministic=dlse)
+    assert len(launch._plans) == 4 * len(precisions) and not launch._kept_for_graphs
+
+
 LAYOUTS = {
     "padded": partial(array, pad=8),
     "odd rows": partial(array, pad=1),
@@ -756,6 +785,28 @@ def test_layouts(gpu, name, layout):
                 forward(gpu, shape, {"causal": True}, float32_out, **layouts)
         for one in (options, {}):
             backward(gpu, shape, one, **layouts)
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("dtype", precise.ITEM)
+def test_wide_dtypes_on_turing(gpu, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "_capability", lambda device: 75)
+    monkeypatch.setenv("CUPYFLASH_PATH", "sm80")
+    for call in (forward, backward):
+        with pytest.raises(NotImplementedError, match=f"{dtype} needs a GPU of compute capability 8.0 .* has 7.5;"):
+            call(gpu, Shape(dtype=dtype), {})
+    assert not gpu.launched and not gpu.built
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("dtype", precise.ITEM)
+@pytest.mark.parametrize("name, layout", ANY_LAYOUT)
+def test_layouts_of_wide_dtypes(gpu, name, layout, dtype):
+    shape, strange = Shape(dtype=dtype), {name: LAYOUTS[layout]}
+    for layouts in ({}, strange, {}, strange):
+        if name in ("q", "k", "v", "out"):
+            forward(gpu, shape, {"causal": True}, **layouts)
+        backward(gpu, shape, {}, **layouts)
 
 
 @both_paths

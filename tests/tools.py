@@ -10,6 +10,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import cupyflash
 from cupyflash import checks, compiler, reference
@@ -115,6 +116,11 @@ class Backend:
         return np.dtype("float64" if self.dtype_name == "float64" else "float32")
 
     @property
+    def splits(self):
+        """Whether products take their factors apart, which may cost an element its last bit."""
+        return (self.name, self.dtype_name) == ("cuda", "float32")
+
+    @property
     def eps(self):
         return float(ml_dtypes.finfo(self.dtype).eps)
 
@@ -153,6 +159,33 @@ def _poison_shared_memory(cupy):
     )
     kernel.max_dynamic_shared_size_bytes = size
     kernel((4 * attributes["MultiProcessorCount"],), (1024,), (np.int32(size // 4),), shared_mem=size)
+
+
+def _backends(*names):
+    params = []
+    for name, dtype in (name.split("-") for name in names):
+        if name == "numpy":
+            params.append(pytest.param(Backend(name, dtype), id=f"{name}-{dtype}"))
+            continue
+        for path in PATHS[:1] if dtype in ("float32", "float64") else CUDA_PATHS:
+            params.append(pytest.param(Backend(name, dtype, path), marks=pytest.mark.gpu, id=f"{path}-{dtype}"))
+    return params
+
+
+def backend_fixture(name, doc, *names):
+    def backend(request, monkeypatch):
+        return request.param.activate(monkeypatch)
+
+    backend.__doc__ = doc
+    return pytest.fixture(params=_backends(*names), name=name)(backend)
+
+
+ALL_16 = ("numpy-float16", "numpy-bfloat16", "cuda-float16", "cuda-bfloat16")
+ALL_OPTIONS = (*ALL_16, "numpy-float32", "numpy-float64")
+# The fixture of modules whose tests need no option that float32 and float64 lack on the GPU.
+every_backend = backend_fixture(
+    "backend", "Every backend in every dtype.", *ALL_OPTIONS, "cuda-float32", "cuda-float64"
+)
 
 
 # ---------------------------------------------------------------------------------------------- inputs
@@ -503,6 +536,13 @@ def named(gradients):
 def same_bits(a, b):
     """Whether two arrays of one backend hold the same bits."""
     return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def assert_copied(backend, got, expected):
+    """The weight 1 gives the very bits, or all but the last one."""
+    if not backend.splits:
+        assert same_bits(got, expected)
+    np.testing.assert_allclose(backend.host(got), backend.host(expected), rtol=backend.eps)
 
 
 # ---------------------------------------------------------------------------------------------- record

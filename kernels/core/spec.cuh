@@ -147,4 +147,48 @@ struct PrepareSpec {
   __device__ constexpr int finished_cols() const { return head_dim % 64 == 0 ? 64 : 32; }  // of a warp afterwards
 };
 
+struct PreciseForwardSpec {
+  int head_dim, head_dim_v;  // multiples of 32
+  int item;                  // bytes of an element
+  int block_q, block_k;
+  int row_tiles;  // of 16 rows, that a warp owns
+  int parts;      // of the columns of out: as many warps own the same rows, and compute their scores each
+  int blocks_per_sm;
+  int products;  // 3, or 1 in plain TF32 and in float64
+  int access;    // bytes of one global load or store: 16, 8 or 4
+
+  __device__ constexpr int warps() const { return block_q / (16 * row_tiles) * parts; }
+};
+
+struct PreciseKeysSpec {  // of the kernel of dk and dv; a warp owns 16 keys
+  int head_dim, head_dim_v;
+  int item;
+  int block_q, block_k;
+  int parts;   // of the columns of dk and dv
+  int stages;  // tiles of q and dout in flight: 1 or 2
+  int blocks_per_sm;
+  int products;
+  int access;
+
+  __device__ constexpr int warps() const { return block_k / 16 * parts; }
+};
+
+struct PreciseQueriesSpec {  // of the kernel of dq; a warp owns 16 queries
+  int head_dim, head_dim_v;
+  int item;
+  int block_q, block_k;
+  int parts;   // of the columns of dq
+  int stages;  // tiles of k and v in flight: 1 or 2
+  int blocks_per_sm;
+  int products;
+  int access;
+
+  __device__ constexpr int warps() const { return block_q / 16 * parts; }
+};
+
+struct PreciseDeltaSpec {  // of the kernel before both; a warp owns a row
+  int warps;
+  int item;
+};
+
 }  // namespace cupyflash
