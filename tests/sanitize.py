@@ -5,6 +5,7 @@
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py --paths sm80
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py --plant  # exits with 1
 
+``--part 2 4`` makes the second quarter of the calls, for four processes side by side.
 CuPy's memory pool is off: each array is an allocation of its own, so that memcheck sees an access beyond its end.
 racecheck knows nothing of the copies that mbarriers announce (sm90). ``--plant`` runs three faulty kernels instead, one
 for each tool: a tool that is silent about its own checks nothing.
@@ -84,6 +85,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--paths", nargs="+", default=PATHS, choices=PATHS)
     parser.add_argument("--plant", action="store_true")
+    parser.add_argument("--part", nargs=2, type=int, default=(1, 1), metavar=("N", "OF"))
     options = parser.parse_args()
     cupy.cuda.set_allocator(None)
     if options.plant:
@@ -92,15 +94,15 @@ def main():
             module.get_function(name)((1,), (64,), (x, np.int32(x.size)))
             cupy.cuda.Device().synchronize()
         return
-    for path in options.paths:
+    cases = [(path, *x, np.float16) for path in options.paths for x in product(SHAPES, OPTIONS, SINKS)]
+    wide = product(options.paths[:1], SHAPES, PRECISE_OPTIONS, (False,), (np.float32, np.float64))  # no path but one
+    cases, (part, parts) = [*cases, *wide], options.part
+    cases = cases[len(cases) * (part - 1) // parts : len(cases) * part // parts]
+    for path, shape, case, with_sink, dtype in cases:
         os.environ["CUPYFLASH_PATH"] = path
         launch._plans.clear()
-        for shape, case, with_sink in product(SHAPES, OPTIONS, SINKS):
-            call(*shape, with_sink, **case)
-    for shape, case, dtype in product(SHAPES, PRECISE_OPTIONS, (np.float32, np.float64)):
-        call(*shape, False, dtype=dtype, **case)
-    calls = len(SHAPES) * (len(options.paths) * len(OPTIONS) * len(SINKS) + len(PRECISE_OPTIONS) * 2)
-    print(f"{calls} calls on {', '.join(options.paths)}")
+        call(*shape, with_sink, dtype=dtype, **case)
+    print(f"{len(cases)} calls")
 
 
 if __name__ == "__main__":
