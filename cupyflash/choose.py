@@ -30,6 +30,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+from .checks import MASK_TILE
 from .problem import Problem
 from .spec import (
     BIAS_TYPES,
@@ -127,6 +128,13 @@ HOPPER_FORWARD = {
 }
 # The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
+# And those whose tiles divide those of a block mask.
+HOPPER_FORWARD_BLOCKS = {
+    64: ((128, 1, 1, 2, 4, 6),) * 4,
+    128: ((128, 1, 1, 2, 4, 4),) * 4,
+    192: ((64, 1, 1, 2, 4, 5),) * 4,
+    256: ((64, 1, 1, 2, 3, 4),) * 4,
+}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -238,9 +246,14 @@ def path(capability: int, nvrtc: tuple[int, int]) -> str:
     return name
 
 
-def _fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int):
+def divides_mask_tile(*sizes: int) -> bool:
+    """Whether a tile of so many queries and keys lies within one of those that a block mask has bits for."""
+    return not any(MASK_TILE % size for size in sizes)
+
+
+def _fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int, blocks: bool):
     key = min(limit for limit in table if limit >= head_dim)
-    specs = [make(tiling) for tiling in first.get(key, ()) + table[key]]
+    specs = [make(tiling) for tiling in first.get(key, ()) + table[key] if not blocks or divides_mask_tile(*tiling[:2])]
     for spec in specs:
         if spec.shared_bytes * spec.blocks_per_sm <= shared_limit:
             return spec
@@ -263,7 +276,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     def make(tiling):
         _, _, warps, out_warps_q, *_ = tiling
         columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask, problem.blocks
         return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
     if problem.bias or problem.mask:
@@ -272,7 +285,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
         first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
     else:
         first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
-    spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
+    spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit, problem.blocks)
     return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
 
 
@@ -289,12 +302,15 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     def tiling_and_packed(table):
         row = table[min(limit for limit in table if limit >= max(d, dv))]
         tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
-        return tiling, access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
+        able = access == 16 and not problem.dropout and not problem.blocks
+        return tiling, able and _packing_pays(problem, tiling[1] * tiling[3])
 
     tiling, packed = tiling_and_packed(HOPPER_FORWARD)
-    if problem.dropout or any(_change(problem)) and (packed or access < 16):
+    if problem.blocks:
+        tiling, packed = tiling_and_packed(HOPPER_FORWARD_BLOCKS)
+    elif problem.dropout or any(_change(problem)) and (packed or access < 16):
         tiling, packed = tiling_and_packed(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)
-    spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem))
+    spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem), problem.blocks)
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
 
@@ -314,7 +330,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     def make(tiling):
         _, _, warps, _, grad_warps_k, dq_warps_q, *_ = tiling
         columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask, problem.blocks
         return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
     reads = problem.bias is not None or problem.mask
@@ -323,16 +339,19 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
     if reads:
         first = BACKWARD_SPARE | BACKWARD_LOGITS
-    spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
+    spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit, problem.blocks)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
-def split(problem: Problem) -> bool:
+def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    With dropout always: the one kernel has no registers left for it.
+    With dropout always, and with block masks where the order is fixed or softcap changes the scores: the one kernel has
+    no registers left for them.
     """
     width = max(problem.head_dim, problem.head_dim_v)
+    if problem.blocks and (deterministic or problem.softcap is not None):
+        return True
     return problem.dropout > 0 or width > 128 or width > 64 and problem.seqlen_k <= SPLIT
 
 
@@ -351,7 +370,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     access = 16 if access == 16 else min(access, 4)
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2])
+    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2], problem.blocks)
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
 
 
@@ -361,7 +380,8 @@ def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> b
     With a mask they see different queries anyway. Deterministic, each waits for all others of its head, which must run
     at the same time: rotated only where whole heads fill nearly all `places`.
     """
-    return not problem.banded and (not deterministic or tiles <= places and places % tiles <= places // 10)
+    hides = problem.banded or problem.blocks
+    return not hides and (not deterministic or tiles <= places and places % tiles <= places // 10)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -373,8 +393,8 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
     access = 16 if access == 16 else min(access, 4)
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
     width = min(n for n in HOPPER_KEYS if n >= max(d, dv))
-    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, *_change(problem))
-    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, *_change(problem))
+    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, *_change(problem), problem.blocks)
+    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, *_change(problem), problem.blocks)
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
         Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),

@@ -28,6 +28,7 @@ from .structs import (
     MAP,
     STATISTIC_TILE,
     fill,
+    fill_blocks,
     fill_dropout,
     fill_logits,
     fill_score,
@@ -107,21 +108,25 @@ class Plan:
         self.idle.append((words, arguments, address))
 
 
-def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None) -> None:
+def forward(
+    problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None, block_mask=None
+) -> None:
     """Write ``out`` and, unless it is None, ``lse``. ``bias`` and ``mask`` have the shape of the logits."""
     if problem.scale < 0:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
-        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed, bias, mask)
+        problem = replace(problem, scale=-problem.scale)
+        return forward(problem, negated, k, v, out, lse, slopes, sink, seed, bias, mask, block_mask)
+    blocks, _ = _bitmaps(problem, block_mask)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
     rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink, bias, mask)])
     device = cupy.cuda.runtime.getDevice()
-    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, out.itemsize)
+    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, out.itemsize, _shape(blocks))
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink, bias, mask))
-    plan.run(*pointers, seed, _pointer(bias), _pointer(mask))
+        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink, bias, mask, blocks))
+    plan.run(*pointers, seed, _pointer(blocks), _pointer(bias), _pointer(mask))
 
 
 def backward(
@@ -144,20 +149,23 @@ def backward(
     bias=None,
     mask=None,
     dbias=None,
+    block_mask=None,
 ) -> None:
     """Write ``dq``, ``dk``, ``dv`` and, unless it is None, ``dsink``, which is contiguous.
 
     No kernel computes ``dbias`` yet: ``checks`` lets no bias pass.
     """
     arrays = (q, k, v, dout, out, dq, dk, dv)
+    bitmaps = _bitmaps(problem, block_mask)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
     more = tuple([None if x is None else x.strides for x in (slopes, sink, bias, mask)])
-    key = (problem, device, layouts, more, out.itemsize, deterministic)
+    key = (problem, device, layouts, more, out.itemsize, deterministic, *map(_shape, bitmaps))
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic))
+        more = lse, dlse, slopes, sink, bias, mask, bitmaps
+        plan = _remember(key, _plan_backward(problem, arrays, *more, deterministic))
     statistics, sum_size, turns = plan.workspace
     delta = cupy.empty(statistics, np.float32)
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
@@ -176,8 +184,20 @@ def backward(
         seed,
         _pointer(bias),
         _pointer(mask),
+        *map(_pointer, bitmaps),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
     )
+
+
+def _bitmaps(problem: Problem, block_mask) -> tuple:
+    """The tiles of queries by keys, and of keys by queries, that a block mask shows."""
+    if block_mask is None:
+        return None, None
+    return block_mask.bitmaps_under_mask if problem.mask else block_mask.bitmaps
+
+
+def _shape(x) -> tuple | None:
+    return None if x is None else x.shape
 
 
 def _pointer(x) -> int:
@@ -240,20 +260,20 @@ def _forward_sizes(problem: Problem, packed: int = 1):
     return sizes(problem, section)
 
 
-def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
+def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask, blocks) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
     if path == "sm90" and bias is mask is None:
-        plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink)
-    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
+        plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink, blocks)
+    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask, blocks)
 
 
-def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
+def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask, blocks) -> Plan:
     float32_out = out.dtype == np.float32
     access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
     variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
-    blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
+    count = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
     params = np.zeros(1, FORWARD_PARAMS)
     params["sizes"] = _forward_sizes(problem)
     for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
@@ -263,10 +283,11 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slo
     fill_dropout(params, problem)
     fill_logits(params, "bias", bias)
     fill_logits(params, "mask", mask)
-    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
+    fill_blocks(params, "blocks", blocks)
+    return Plan.of((Launch.of(variant, count),), params, FORWARD_POINTERS)
 
 
-def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink) -> Plan | None:
+def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, blocks) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k or v."""
     if not all(map(tensor_map.possible, (q, k, v))):
         return None
@@ -297,8 +318,9 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
     fill_score(params, problem, slopes)
     fill(params, "sink", sink)
     fill_dropout(params, problem)
+    fill_blocks(params, "blocks", blocks)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
-    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score", "sink", "dropout"))
+    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks"))
 
 
 def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple, int]:
@@ -309,20 +331,23 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
     return (heads, tiles, runs, all_runs, paired), all_runs
 
 
-def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool) -> Plan:
+def _plan_backward(
+    problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, bitmaps: tuple, deterministic: bool
+) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
     if path == "sm90" and bias is mask is None and not choose.drops_elsewhere(problem):
-        if choose.split(problem):
-            plan = _plan_split_backward(device, problem, arrays, lse, dlse, slopes, sink)
+        if choose.split(problem, deterministic):
+            plan = _plan_split_backward(device, problem, arrays, lse, dlse, slopes, sink, bitmaps)
         else:
-            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, slopes, sink, deterministic)
-    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic)
+            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, slopes, sink, bitmaps, deterministic)
+    rest = lse, dlse, slopes, sink, bias, mask, bitmaps
+    return plan or _plan_portable_backward(device, problem, arrays, *rest, deterministic)
 
 
 def _plan_portable_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, bitmaps: tuple, deterministic: bool
 ) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
@@ -330,7 +355,7 @@ def _plan_portable_backward(
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
     params = np.zeros(1, BACKWARD_PARAMS)
-    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
+    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink, bitmaps)
     fill_logits(params, "bias", bias)
     fill_logits(params, "mask", mask)
     params["sizes"] = sizes(problem, _backward_section(problem))
@@ -380,7 +405,7 @@ def _statistic_rows(problem: Problem) -> int:
 
 
 def _plan_hopper_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, deterministic: bool
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bitmaps: tuple, deterministic: bool
 ) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout."""
     *copied, out, dq, dk, dv = arrays
@@ -402,7 +427,7 @@ def _plan_hopper_backward(
     if cooperative:
         most = most // tiles * tiles
     params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem, L2_SHARE_SUMMED))
-    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
+    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink, bitmaps)
     launches = (
         _launch_before(problem, before),
         Launch.of(main, min(most, runs), cooperative),
@@ -424,7 +449,9 @@ def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[i
     return True
 
 
-def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> Plan | None:
+def _plan_split_backward(
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bitmaps: tuple
+) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout.
 
     No sum depends on the order in which blocks run, so that every call is deterministic.
@@ -445,7 +472,7 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     params["keys"], runs_k = _order(problem, problem.heads_k, tiles_k, most)
     params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
     params["sizes"] = sizes(problem, section)
-    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
+    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink, bitmaps)
     launches = (
         _launch_before(problem, before),
         Launch.of(keys, min(most, runs_k)),
@@ -455,7 +482,11 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
 
 
-def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> None:
+def _fill_backward(
+    params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bitmaps: tuple
+) -> None:
+    for name, blocks in zip(("blocks", "key_blocks"), bitmaps):
+        fill_blocks(params, name, blocks)
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
         fill(params, name, x)
     fill_score(params, problem, slopes)

@@ -52,6 +52,7 @@ class ForwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    blocks: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -80,6 +81,7 @@ class HopperForwardSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    blocks: bool = False
 
     blocks_per_sm = 1
 
@@ -122,6 +124,7 @@ class BackwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    blocks: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -147,6 +150,7 @@ class HopperBackwardSpec(Spec):
     access: int
     softcap: bool = False
     alibi: bool = False
+    blocks: bool = False
 
     blocks_per_sm = 1
 
@@ -179,6 +183,7 @@ class HopperKeysSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    blocks: bool = False
 
     blocks_per_sm, threads, block_k = 1, 384, 64
 
@@ -203,6 +208,7 @@ class HopperQueriesSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    blocks: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128
 
