@@ -150,8 +150,8 @@ def attention(
                                                           x x
                                                           x x
 
-    A query sees the keys that ``causal``, ``window``, ``mask`` and ``block_mask`` all show. One that sees no key has ``out = 0``
-    and ``lse = -inf``, and so have all queries without any key. With ``sink`` its ``lse`` is the sink.
+    A query sees the keys that ``causal``, ``window``, ``mask`` and ``block_mask`` all show. One that sees no key has
+    ``out = 0`` and ``lse = -inf``, and so have all queries without any key. With ``sink`` its ``lse`` is the sink.
 
     *Order.* First the scale, then ``softcap``, then ALiBi and ``bias``, then the masks. With s the scaled product of
     query i and key j, ``lse`` is that of the logits

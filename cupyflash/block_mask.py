@@ -33,7 +33,7 @@ class BlockMask:
     block_size : int or (int, int), default (128, 128)
         Queries and keys of a block: multiples of 128.
     full : array of bool, optional
-        Broadcasts to ``blocks``. True where all of a block is shown, so that ``mask`` need not be read; only with ``mask``.
+        Broadcasts to ``blocks``. True where all of a block is shown, so that ``mask`` need not be read; only with it.
     mask : array of bool, optional
         True where a query may see a key, read in the blocks that are shown and not ``full``. It broadcasts to
         (batch, heads_q, seqlen_q, seqlen_k), and is not copied.
@@ -83,9 +83,11 @@ class BlockMask:
             self.full = None
             if self.mask is not None:
                 self.full = self.blocks & views.get("full", xp.zeros((1, 1, 1, 1), bool))
-            self.bitmaps = self._bitmaps(xp, self._in_part())
+            self.bitmaps = _bitmaps(xp, self.blocks, self._in_part(), self.block_size)
             # Where a call has a mask of its own: every block is shown in part.
-            self.bitmaps_under_mask = self.bitmaps if self.mask is not None else self._bitmaps(xp, self.blocks)
+            self.bitmaps_under_mask = self.bitmaps
+            if self.mask is None:
+                self.bitmaps_under_mask = _bitmaps(xp, self.blocks, self.blocks, self.block_size)
 
     @property
     def layout(self):
@@ -131,8 +133,8 @@ class BlockMask:
         Parameters
         ----------
         function : callable
-            ``function(b, h, i, j)`` is True where query ``i`` of batch ``b`` and query head ``h`` may see key ``j``. It is
-            given integer arrays that broadcast, of the queries of one row of blocks at a time, and its result
+            ``function(b, h, i, j)`` is True where query ``i`` of batch ``b`` and query head ``h`` may see key ``j``. It
+            is given integer arrays that broadcast, of the queries of one row of blocks at a time, and its result
             broadcasts to their shape: one that uses neither ``b`` nor ``h`` makes one mask for all.
         batch, heads, seqlen_q, seqlen_k : int
             Of the calls; ``heads`` are query heads.
@@ -202,15 +204,31 @@ class BlockMask:
     def _in_part(self):
         return self.blocks & ~(self.blocks if self.full is None else self.full)
 
-    def _bitmaps(self, xp, in_part):
-        planes = xp.stack([self.blocks, in_part])
-        for axis, size in zip((3, 4), self.block_size):
-            planes = planes.repeat(size // TILE, axis=axis)
-        return Bitmaps(_packed(xp, planes), _packed(xp, planes.swapaxes(3, 4)))
+
+def bitmaps_of(xp, mask):
+    """The bitmaps of a boolean array, (batch or 1, heads or 1, seqlen_q, seqlen_k); nothing waits for the GPU."""
+    *outer, seqlen_q, seqlen_k = mask.shape
+    rows, columns = -(-seqlen_q // TILE), -(-seqlen_k // TILE)
+    if seqlen_q % TILE or seqlen_k % TILE:
+        padded = xp.zeros((*outer, rows * TILE, columns * TILE), bool)
+        padded[:, :, :seqlen_q, :seqlen_k] = mask
+        mask = padded
+    shown = mask.reshape(*outer, rows, TILE, columns, TILE).sum(axis=(3, 5), dtype=np.int32)
+    height, width = (
+        xp.minimum(TILE, n - TILE * xp.arange(tiles)) for n, tiles in ((seqlen_q, rows), (seqlen_k, columns))
+    )
+    return _bitmaps(xp, shown > 0, (shown > 0) & (shown < height[:, None] * width), (TILE, TILE))
+
+
+def _bitmaps(xp, blocks, in_part, block_size):
+    planes = xp.stack([blocks, in_part])
+    for axis, size in zip((3, 4), block_size):
+        planes = planes.repeat(size // TILE, axis=axis)
+    return Bitmaps(_packed(xp, planes), _packed(xp, planes.swapaxes(3, 4)))
 
 
 def _packed(xp, planes):
-    """(2, batch, heads, rows, columns) as words, (batch, heads, rows, 2, words); bit i of a word is column i of its 32."""
+    """(2, batch, heads, rows, columns) as (batch, heads, rows, 2, words): bit i of a word is column i of its 32."""
     *outer, columns = planes.shape
     words = -(-columns // WORD)
     bits = xp.zeros((*outer, words * WORD), np.uint32)

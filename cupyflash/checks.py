@@ -319,7 +319,9 @@ def blocks(blocks, full=None, mask=None, name="blocks"):
     if full is not None:
         _check_broadcasts("full", full.shape, blocks.shape, "the shape of blocks")
     if mask is not None and mask.ndim > 4:
-        raise ValueError(f"mask has shape {mask.shape}; allowed: at most four axes, (batch, heads_q, seqlen_q, seqlen_k)")
+        raise ValueError(
+            f"mask has shape {mask.shape}; allowed: at most four axes, (batch, heads_q, seqlen_q, seqlen_k)"
+        )
 
 
 def shown_by_function(result, shape):
@@ -333,7 +335,7 @@ def fits(layout, shape):
     """Check that a block mask is one for logits of this shape."""
     blocks, size, mask = layout
     lengths = (-(-n // block) for n, block in zip(shape[-2:], size))
-    expected = ((1,) * (4 - len(shape)) + (*shape[:-2], *lengths))
+    expected = (1,) * (4 - len(shape)) + (*shape[:-2], *lengths)
     if any(n not in (1, whole) for n, whole in zip(blocks[:2], expected)) or blocks[2:] != expected[2:]:
         raise ValueError(
             f"block_mask has shape {blocks} of blocks of {size}; allowed: {expected}, where batch and heads may be 1"

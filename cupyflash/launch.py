@@ -15,6 +15,7 @@ import cupy
 import numpy as np
 
 from . import choose, compiler, tensor_map
+from .block_mask import bitmaps_of
 from .problem import Problem
 from .spec import Variant
 from .structs import (
@@ -38,6 +39,7 @@ from .structs import (
 
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
 L2_SHARE_SUMMED = 4 << 20  # the same for Hopper's main backward: 1 % faster than 24
+LARGE_MASK = 1 << 20  # elements of a head from which a mask is read once more, to skip the tiles that it hides
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}
@@ -117,7 +119,7 @@ def forward(
         keep_for_graph(negated)
         problem = replace(problem, scale=-problem.scale)
         return forward(problem, negated, k, v, out, lse, slopes, sink, seed, bias, mask, block_mask)
-    blocks, _ = _bitmaps(problem, block_mask)
+    problem, (blocks, _) = _bitmaps(problem, mask, block_mask)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
     rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink, bias, mask)])
@@ -156,7 +158,7 @@ def backward(
     No kernel computes ``dbias`` yet: ``checks`` lets no bias pass.
     """
     arrays = (q, k, v, dout, out, dq, dk, dv)
-    bitmaps = _bitmaps(problem, block_mask)
+    problem, bitmaps = _bitmaps(problem, mask, block_mask)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
@@ -189,11 +191,16 @@ def backward(
     )
 
 
-def _bitmaps(problem: Problem, block_mask) -> tuple:
-    """The tiles of queries by keys, and of keys by queries, that a block mask shows."""
-    if block_mask is None:
-        return None, None
-    return block_mask.bitmaps_under_mask if problem.mask else block_mask.bitmaps
+def _bitmaps(problem: Problem, mask, block_mask) -> tuple[Problem, tuple]:
+    """The tiles of queries by keys, and of keys by queries, that a block mask or a large mask shows."""
+    if block_mask is not None:
+        return problem, block_mask.bitmaps_under_mask if problem.mask else block_mask.bitmaps
+    if mask is None or 0 in mask.strides[2:] or problem.seqlen_q * problem.seqlen_k < LARGE_MASK:
+        return problem, (None, None)
+    own = mask[tuple([slice(None) if step else slice(1) for step in mask.strides])]
+    bitmaps = bitmaps_of(cupy, own)
+    keep_for_graph(*bitmaps)
+    return replace(problem, blocks=True), bitmaps
 
 
 def _shape(x) -> tuple | None:
@@ -347,7 +354,17 @@ def _plan_backward(
 
 
 def _plan_portable_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, bitmaps: tuple, deterministic: bool
+    device: int,
+    problem: Problem,
+    arrays: tuple,
+    lse,
+    dlse,
+    slopes,
+    sink,
+    bias,
+    mask,
+    bitmaps: tuple,
+    deterministic: bool,
 ) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))

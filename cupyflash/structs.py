@@ -50,7 +50,21 @@ ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "pai
 MAP = np.dtype(("u8", tensor_map.WORDS))
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score", "sink", "dropout", "blocks"],
+        "names": [
+            "q",
+            "k",
+            "v",
+            "out_map",
+            "out",
+            "lse",
+            "sizes",
+            "order",
+            "queries",
+            "score",
+            "sink",
+            "dropout",
+            "blocks",
+        ],
         "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT, BLOCKS],
         "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704, 720],
         "itemsize": 768,

@@ -40,6 +40,7 @@ MASKS = ({}, {"causal": True}, {"window": (40, 9)}, {"causal": True, "dropout": 
 CHANGES = ({"softcap": 2.0}, {"slope": 0.1, "causal": True}, {"softcap": 2.0, "slope": 0.1, "window": (40, 9)})
 OPTIONS = (*MASKS, *CHANGES)  # slope: of ALiBi
 SINKS = (False, True)
+BLOCKS = (None, 0.4)  # of a block mask: those that are shown
 
 PLANTED = r"""
 extern "C" __global__ void beyond(int* x, int n) { x[n] = 1; }
@@ -59,7 +60,12 @@ def normal(seed, *shape):
     return cupy.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float16))
 
 
-def call(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, with_sink, slope=None, **options):
+def call(seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, with_sink, shown, slope=None, **options):
+    if shown is not None:
+        blocks = np.random.default_rng(5).random((2, heads_q, -(-seqlen_q // 128), -(-seqlen_k // 128))) < shown
+        given = {"blocks": blocks, "full": blocks[:1, :, ::-1], "mask": np.tri(seqlen_q, seqlen_k, dtype=bool)}
+        arrays = {name: cupy.asarray(x) for name, x in given.items() if with_sink or name == "blocks"}
+        options["block_mask"] = cupyflash.BlockMask(**arrays)
     if slope is not None:
         options["alibi_slopes"] = cupy.full((2, heads_q), slope, np.float32)
     q, dout = normal(0, 2, seqlen_q, heads_q, head_dim), normal(1, 2, seqlen_q, heads_q, head_dim_v)
@@ -87,9 +93,10 @@ def main():
     for path in options.paths:
         os.environ["CUPYFLASH_PATH"] = path
         launch._plans.clear()
-        for shape, case, with_sink in product(SHAPES, OPTIONS, SINKS):
-            call(*shape, with_sink, **case)
-    print(f"{len(options.paths) * len(SHAPES) * len(OPTIONS) * len(SINKS)} calls on {', '.join(options.paths)}")
+        for shape, case, with_sink, shown in product(SHAPES, OPTIONS, SINKS, BLOCKS):
+            call(*shape, with_sink, shown, **case)
+    count = len(options.paths) * len(SHAPES) * len(OPTIONS) * len(SINKS) * len(BLOCKS)
+    print(f"{count} calls on {', '.join(options.paths)}")
 
 
 if __name__ == "__main__":

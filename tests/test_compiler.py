@@ -213,6 +213,7 @@ NESTED = {
     structs.SINK: "cupyflash::Sink",
     structs.DROPOUT: "cupyflash::Dropout",
     structs.LOGIT_ARRAY: "cupyflash::LogitArray",
+    structs.BLOCKS: "cupyflash::BlockMask",
 }
 
 
@@ -227,6 +228,7 @@ def test_struct_twins():
         "Sink": structs.SINK,
         "Dropout": structs.DROPOUT,
         "LogitArray": structs.LOGIT_ARRAY,
+        "BlockMask": structs.BLOCKS,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,

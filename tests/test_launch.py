@@ -101,6 +101,7 @@ class Gpu:
             ndarray=array,
             broadcast_to=partial(np.broadcast_to, subok=True),
             ascontiguousarray=self.copy,
+            **{name: getattr(np, name) for name in ("arange", "moveaxis", "stack")},
             cuda=SimpleNamespace(
                 Device={self.capability: device}.__getitem__,
                 get_current_stream=lambda: stream,
@@ -211,8 +212,14 @@ OPTIONS = {
     "sink": {"sink": True},
     "dropout": {"dropout": 0.25},
     "all": {"causal": "upper_left", "softcap": 5.0, "alibi_slopes": True, "sink": True, "dropout": 0.5},
+    "mask": {"mask": True},
+    "blocks": {"blocks": "whole"},
+    "blocks and mask": {"blocks": "whole", "mask": True, "causal": True},
+    "blocks in part": {"blocks": "in part"},
+    "blocks and all": {"blocks": "whole", "causal": True, "softcap": 5.0, "alibi_slopes": True, "dropout": 0.5},
+    "blocks and softcap": {"blocks": "whole", "softcap": 5.0},
 }
-BY_HEAD = ("alibi_slopes", "sink")  # arrays among the options
+BY_HEAD = ("alibi_slopes", "sink", "mask")  # arrays among the options
 SEEDS = itertools.count((1 << 63) + 1)
 
 
@@ -225,6 +232,7 @@ class Call:
     arrays: dict
     launched: list
     main: tuple[str, ...]  # kernels of the pass, without those around them
+    block_mask: object = None
     deterministic: bool = False
 
 
@@ -234,19 +242,38 @@ def prepared(shape, options, names, float32_out, layouts):
     k = (shape.batch, shape.seqlen_k, shape.heads_k, shape.head_dim)
     out, rows = (*q[:-1], shape.head_dim_v), (shape.batch, shape.heads_q, shape.seqlen_q)
     shapes = {"q": q, "k": k, "v": (*k[:-1], shape.head_dim_v), "out": out, "dout": out, "lse": rows, "dlse": rows}
-    shapes |= {"alibi_slopes": rows[:2], "sink": rows[1:2]}
+    shapes |= {"alibi_slopes": rows[:2], "sink": rows[1:2], "mask": (shape.batch, 1, shape.seqlen_q, shape.seqlen_k)}
     narrow = {"q", "k", "v", "dout"} | (set() if float32_out else {"out"})
     dtypes = {name: tools.DTYPES[shape.dtype if name in narrow else "float32"] for name in shapes}
+    dtypes["mask"] = np.dtype(bool)
     names += tuple(name for name in BY_HEAD if name in options)
     arrays = {name: layouts.get(name, array)(shapes[name], dtypes[name]) for name in names}
     keywords = options | {name: arrays[name] for name in BY_HEAD if name in options}
+    if "blocks" in options:
+        keywords["block_mask"] = block_mask(shape, keywords.pop("blocks"))
     if "dropout" in options:
         keywords["seed"] = next(SEEDS)
-    words = {"causal": False, "window": None, "scale": None} | {n: x for n, x in options.items() if n not in BY_HEAD}
+    others = (*BY_HEAD, "blocks")
+    words = {"causal": False, "window": None, "scale": None} | {n: x for n, x in options.items() if n not in others}
+    words["block_mask"] = keywords["block_mask"].layout if "blocks" in options else None
     problem = checks.forward(
         True, checks.options(**words), **{name: arrays[name] for name in ("q", "k", "v", *BY_HEAD) if name in arrays}
     )
     return problem, arrays, keywords
+
+
+def block_mask(shape, kind):
+    """One that differs by head or, in part, by batch."""
+    size = (128, 256) if kind == "whole" else (256, 128)
+    heads = (1, shape.heads_q) if kind == "whole" else (shape.batch, 1)
+    blocks = array((*heads, tiles(shape.seqlen_q, size[0]), tiles(shape.seqlen_k, size[1])), bool)
+    rng = np.random.default_rng(0)
+    blocks[...] = rng.random(blocks.shape) < 0.6
+    if kind == "whole":
+        return cupyflash.BlockMask(blocks, size)
+    full = array(blocks.shape, bool)
+    full[...] = rng.random(blocks.shape) < 0.5
+    return cupyflash.BlockMask(blocks, size, full, array((shape.heads_q, shape.seqlen_q, shape.seqlen_k), bool))
 
 
 def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
@@ -256,9 +283,11 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     got = cupyflash.attention(*(arrays[name] for name in "qkv"), out=arrays["out"], return_lse=lse, **keywords)
     if lse:
         arrays["lse"] = got[1]
-    on_hopper = gpu.path == "sm90" and not gpu.refuses and copyable(*(arrays[name] for name in "qkv"))
+    able = gpu.path == "sm90" and not gpu.refuses and not problem.mask
+    on_hopper = able and copyable(*(arrays[name] for name in "qkv"))
     main = ("hopper_forward" if on_hopper else "forward",)
-    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main)
+    blocks = keywords.get("block_mask")
+    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, blocks)
     check(gpu, call)
     return call
 
@@ -275,9 +304,12 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     assert ("dsink" in arrays) == ("sink" in arrays)
     main = ("backward",)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
-    if gpu.path == "sm90" and not gpu.refuses and copied and not choose.drops_elsewhere(problem):
-        main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
-    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, deterministic)
+    able = gpu.path == "sm90" and not gpu.refuses and not problem.mask
+    if able and copied and not choose.drops_elsewhere(problem):
+        split = choose.split(problem, deterministic)
+        main = ("hopper_keys", "hopper_queries") if split else ("hopper_backward",)
+    blocks = keywords.get("block_mask")
+    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, blocks, deterministic)
     check(gpu, call)
     return call
 
@@ -321,6 +353,10 @@ def check_launch(gpu, call, one, packed):
         options = problem.softcap is not None, problem.alibi, problem.dropout > 0
         assert (spec.softcap, spec.alibi, getattr(spec, "dropout", False)) == options
         assert getattr(spec, "deterministic", call.deterministic) == call.deterministic
+        assert spec.blocks == (call.block_mask is not None) and getattr(spec, "mask", False) == problem.mask
+        if spec.blocks:  # a tile lies within one of those that have bits
+            assert all(128 % getattr(spec, name, 64) == 0 for name in ("block_q", "block_k"))
+            assert not getattr(spec, "packed", False)
     if hasattr(spec, "head_dim"):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
     if template in ("forward", "hopper_forward", "prepare_backward"):
@@ -402,6 +438,7 @@ def check_order(call, one):
     cluster = getattr(spec, "cluster", 1)
     assert one.blocks % cluster == 0 and one.blocks <= MULTIPROCESSORS
     assert one.blocks // cluster <= tiles(order["all_runs"].item(), at_once), "a block without work"
+    assert not (template == "hopper_backward" and spec.blocks and params["rotated"])
     wait = template == "hopper_backward" and call.deterministic and params["rotated"]
     assert one.cooperative == bool(wait), "only blocks that run at once may wait for each other"
     if wait:
@@ -428,6 +465,7 @@ def check_params(call, params):
     assert score.item()[3:] == (*map(np.float32, capped), problem.diagonal)
     kept = 1 - problem.dropout
     assert params["dropout"].item() == (call.seed, 2**32 * problem.dropout, np.float32(1 / kept))
+    check_masks(call, params)
     sizes = params["sizes"]
     for name in ("batch", "heads_q", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         assert sizes[name] == getattr(problem, name), name
@@ -447,6 +485,35 @@ def check_array(record, x, name):
     assert pointer == x.ctypes.data, name
     for step, stride, n in zip(steps, x.strides, x.shape):
         assert n == 1 or step * x.itemsize == stride, name
+
+
+def check_masks(call, params):
+    """The element mask as it is broadcast, and bits that say what the block mask shows."""
+    problem, given, names = call.problem, call.block_mask, params.dtype.names
+    logits = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    if "mask" in names:
+        mask = call.arrays.get("mask") if given is None or given.mask is None else given.mask
+        check_array(params["mask"].item(), None if mask is None else np.broadcast_to(mask, logits, subok=True), "mask")
+    for name in ("blocks", "key_blocks"):
+        if name not in names:
+            continue
+        pointer, batch_step, head_step, words = params[name].item()
+        if given is None:
+            assert (pointer, batch_step, head_step, words) == (0,) * 4
+            continue
+        planes = [given.blocks, given.blocks & ~(given.blocks if given.full is None else given.full)]
+        if "mask" in call.arrays:
+            planes[1] = planes[0]
+        by_tile = np.stack([np.kron(plane, np.ones([n // 128 for n in given.block_size], bool)) for plane in planes])
+        by_tile = np.broadcast_to(by_tile, (2, *logits[:2], *by_tile.shape[3:]))
+        if name == "key_blocks":
+            by_tile = by_tile.swapaxes(3, 4)
+        rows, columns = by_tile.shape[3:]
+        for b, h, row in itertools.product(range(logits[0]), range(logits[1]), range(rows)):
+            at = pointer + 4 * 2 * words * (b * batch_step + h * head_step + row)
+            bits = np.frombuffer(ctypes.string_at(at, 8 * words), np.uint8)
+            bits = np.unpackbits(bits, bitorder="little").reshape(2, 32 * words)
+            assert (bits[:, :columns] == by_tile[:, b, h, row]).all() and not bits[:, columns:].any()
 
 
 def check_maps(call, one):
@@ -684,5 +751,5 @@ def test_too_many_blocks(gpu):
     many = np.broadcast_to(one, (1 << 16, 1, 1 << 15, 64), subok=True)
     with pytest.raises(ValueError, match="exceeds the 2147483647 blocks of a launch; split the batch"):
         launch._plan_forward(
-            Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0), many, many, many, many, None, None, None
+            Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0), many, many, many, many, *[None] * 6
         )

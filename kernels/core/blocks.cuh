@@ -91,8 +91,8 @@ struct QueryTiles {
   Range range;
   int batch, first_key, head, end, tile;  // head: `end` where there are no more
 
-  __device__ __forceinline__ void begin(const BlockMask& key_blocks, Range of_one_head, int its_batch, int its_first_key,
-                                        int first_head, int heads) {
+  __device__ __forceinline__ void begin(const BlockMask& key_blocks, Range of_one_head, int its_batch,
+                                        int its_first_key, int first_head, int heads) {
     range = of_one_head, batch = its_batch, first_key = its_first_key;
     head = first_head, end = first_head + heads, tile = range.first;
     find(key_blocks);

@@ -247,8 +247,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
     const Work& work = works.work;
     const int first_head = work.head * s.group;
     QueryTiles<kSpec.blocks, kTile> shown;
-    if constexpr (kSpec.blocks)
-      shown.begin(p.key_blocks, tiles, work.batch, work.tile * kTile, first_head, s.group);
+    if constexpr (kSpec.blocks) shown.begin(p.key_blocks, tiles, work.batch, work.tile * kTile, first_head, s.group);
     return shown;
   };
 

@@ -195,8 +195,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
       issue_products();
       finish_tile(first_tile, shown.is_last(first_tile, tiles.last));
 #pragma unroll 1
-      for (int tile = shown.up(first_tile + 1, tiles.last); tile <= tiles.last;
-           tile = shown.up(tile + 1, tiles.last)) {
+      for (int tile = shown.up(first_tile + 1, tiles.last); tile <= tiles.last; tile = shown.up(tile + 1, tiles.last)) {
         issue_dq();  // of the tile before
         issue_scores(1);
         wgmma_wait<1>();  // dq is there: dP gets the registers of the weights

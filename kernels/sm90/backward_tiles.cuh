@@ -116,7 +116,9 @@ struct KeyTiles {
 
   __device__ __forceinline__ explicit KeyTiles(const HopperBackwardParams& p,
                                                QueryTiles<kSpec.blocks, kSpec.block_q>& shown)
-      : p(p), shown(shown), works(p.keys, p.sizes, takes_tickets() ? ticket() : blockIdx.x, gridDim.x, kSpec.deterministic) {
+      : p(p),
+        shown(shown),
+        works(p.keys, p.sizes, takes_tickets() ? ticket() : blockIdx.x, gridDim.x, kSpec.deterministic) {
     skip_unseen();
   }
   __device__ __forceinline__ bool left() const { return works.left(); }
@@ -145,8 +147,7 @@ struct KeyTiles {
       const Work& work = works.work;
       const int first_key = work.tile * kSpec.block_k(), last_key = min(first_key + kSpec.block_k(), s.seqlen_k) - 1;
       seen = query_tiles_of(Band(s), {first_key, last_key}, kSpec.block_q);
-      if constexpr (kSpec.blocks)
-        shown.begin(p.key_blocks, seen, work.batch, first_key, work.head * s.group, s.group);
+      if constexpr (kSpec.blocks) shown.begin(p.key_blocks, seen, work.batch, first_key, work.head * s.group, s.group);
       if (kSpec.blocks ? shown.left() : seen.last >= seen.first) return;
       clear_rows(head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim), first_key, kSpec.block_k());
       clear_rows(head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v), first_key, kSpec.block_k());
