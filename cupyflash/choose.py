@@ -334,7 +334,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
         return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
     reads = problem.bias is not None or problem.mask
-    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads)
+    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads or problem.blocks)
     spare = problem.dropout or access < 16 and any(_change(problem))
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
     if reads:

@@ -226,7 +226,7 @@ def test_which_tiles_of_keys_begin_elsewhere():
     assert choose.rotated(full, True, 132, 132) and not choose.rotated(full, True, 133, 132)
 
 
-@pytest.mark.parametrize("d, dv", product((1, 64, 72, 96, 128, 192, 256), repeat=2))
+@pytest.mark.parametrize("d, dv", list(product((1, 64, 72, 96, 128, 192, 256), repeat=2)))
 def test_block_masks(d, dv):
     """The tiles of every kernel lie within those of 128 x 128 that have bits, and its rows are those of one head."""
     for options in ({}, {"dropout": 0.5}, {"softcap": 1.0}, {"softcap": 1.0, "alibi": True}, {"mask": True}):
