@@ -346,11 +346,11 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    With dropout always, and with block masks where the order is fixed or softcap changes the scores: the one kernel has
-    no registers left for them.
+    With dropout always, and with block masks where the order is fixed or the score is changed: the one kernel has no
+    registers left for them.
     """
     width = max(problem.head_dim, problem.head_dim_v)
-    if problem.blocks and (deterministic or problem.softcap is not None):
+    if problem.blocks and (deterministic or problem.softcap is not None or problem.alibi):
         return True
     return problem.dropout > 0 or width > 128 or width > 64 and problem.seqlen_k <= SPLIT
 
