@@ -2,6 +2,7 @@
 
 from . import reference
 from .attention import AttentionGradients, attention, attention_backward
+from .block_mask import BlockMask
 from .dropout import dropout_mask
 from .merge import merge_attention
 from .roofline import roofline
@@ -10,6 +11,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGradients",
+    "BlockMask",
     "__version__",
     "attention",
     "attention_backward",

@@ -26,6 +26,7 @@ def attention(
     softcap=None,
     bias=None,
     mask=None,
+    block_mask=None,
     alibi_slopes=None,
     sink=None,
     dropout=0.0,
@@ -71,6 +72,9 @@ def attention(
         hides a key.
     mask : array of bool, optional
         True where a query may see a key; of what other masks hide, it shows nothing. It broadcasts as ``bias``.
+    block_mask : BlockMask, optional
+        The blocks of queries and keys that are computed; the others cost nothing. On the device of ``q``. One whose
+        blocks are shown in part does not go with ``mask``.
     alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
         ALiBi [4]_: a logit loses ``slope`` times the distance of its key from the diagonal, that of
         ``window``: ``slope * abs(i + seqlen_k - seqlen_q - j)``, or ``slope * abs(i - j)`` with
@@ -116,8 +120,9 @@ def attention(
         the environment variable ``CUPYFLASH_PATH`` names no kernel path, or one that the GPU cannot take; or
         batch * heads * tiles exceeds 2**31 - 1, the blocks of a launch.
     NotImplementedError
-        On a GPU: ``softcap``, ``alibi_slopes``, ``sink``, ``bias``, ``mask`` or ``dropout`` of float32 or float64; any
-        dtype but float16 below compute capability 8.0, or a head_dim that needs more shared memory than the GPU has.
+        On a GPU: ``softcap``, ``alibi_slopes``, ``sink``, ``bias``, ``mask``, ``block_mask`` or ``dropout`` of float32
+        or float64; any dtype but float16 below compute capability 8.0, or a head_dim that needs more shared memory than
+        the GPU has.
     ImportError
         Arrays on a GPU without CuPy.
     RuntimeError
@@ -131,6 +136,7 @@ def attention(
     See Also
     --------
     attention_backward : The gradients.
+    BlockMask : The blocks that are computed.
     dropout_mask : The weights that dropout keeps.
     merge_attention : Combine the results for parts of the keys.
 
@@ -150,8 +156,8 @@ def attention(
                                                           x x
                                                           x x
 
-    A query sees the keys that ``causal``, ``window`` and ``mask`` all show. One that sees no key has ``out = 0``
-    and ``lse = -inf``, and so have all queries without any key. With ``sink`` its ``lse`` is the sink.
+    A query sees the keys that ``causal``, ``window``, ``mask`` and ``block_mask`` all show. One that sees no key has
+    ``out = 0`` and ``lse = -inf``, and so have all queries without any key. With ``sink`` its ``lse`` is the sink.
 
     *Order.* First the scale, then ``softcap``, then ALiBi and ``bias``, then the masks. With s the scaled product of
     query i and key j, ``lse`` is that of the logits
@@ -163,8 +169,8 @@ def attention(
     A call in a CUDA graph keeps its seed: each replay drops the same weights.
 
     *NaN and infinity.* NaN in a query makes its own row NaN and no other. Work is done in tiles of neighbouring
-    queries and keys, and tiles in which ``causal`` and ``window`` show no query a key are skipped: NaN or
-    infinity in their keys and values never reaches the result; ``mask`` and ``bias`` skip no tile. From a tile
+    queries and keys, and tiles in which ``causal``, ``window`` and ``block_mask`` show no query a key are skipped:
+    NaN or infinity in their keys and values never reaches the result; ``bias`` skips no tile. From a tile
     that is computed, it may also reach queries of the tile that do not see that key: their weight is 0, and 0
     times NaN is NaN. NaN or inf in ``bias`` makes the rows NaN that see the key; -inf added to a logit of NaN or
     inf does not hide it, as ``mask`` does. A sink of inf takes all the weight: ``out = 0``, ``lse = inf``. One of
@@ -233,7 +239,8 @@ def attention(
     True
     """
     dropout, seed = checks.dropout(dropout, seed)
-    options = checks.options(causal, window, scale, softcap, dropout, precision)
+    layout = getattr(block_mask, "layout", None)
+    options = checks.options(causal, window, scale, softcap, dropout, precision, layout)
     checks.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v}
     if out is not None:
@@ -247,6 +254,8 @@ def attention(
     if mask is not None:
         arrays["mask"] = mask
     home = interop.home(arrays)
+    if block_mask is not None:
+        checks.block_mask(block_mask, home)
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_forward, home.gpu, options, views)
@@ -255,6 +264,8 @@ def attention(
         else:
             checks.result_memory(home, **views)
         slopes, sinks = _slopes(home, plan, views), views.pop("sink", None)
+        if block_mask is not None and block_mask.mask is not None:
+            views["mask"] = block_mask.mask
         bias, mask = (_of_logits(home, plan, views, name) for name in ("bias", "mask"))
         lse = views["lse"] = None
         if return_lse:
@@ -264,7 +275,7 @@ def attention(
         else:
             out_view = views["out"]
             _gather(home, plan, views)
-            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks, seed, bias, mask)
+            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks, seed, bias, mask, block_mask)
             if views["out"] is not out_view:
                 out_view[...] = views["out"]
         return (home.give(out), home.give(lse)) if return_lse else home.give(out)
@@ -286,6 +297,7 @@ def attention_backward(
     softcap=None,
     bias=None,
     mask=None,
+    block_mask=None,
     alibi_slopes=None,
     sink=None,
     dropout=0.0,
@@ -322,7 +334,7 @@ def attention_backward(
         As `attention` returned it with ``return_lse=True``.
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of ``lse``, with the dtype of ``lse``; 0 when left out.
-    causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed, precision
+    causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes, sink, dropout, seed, precision
         As given to `attention`. No gradient of ``alibi_slopes`` is computed.
     deterministic : bool, default False
         Add everything in a fixed order, so that the same call always gives the same bits; slower on a GPU.
@@ -372,7 +384,8 @@ def attention_backward(
     ([1.0, 1.0, 1.0, 1.0], [-2.0])
     """
     dropout, seed = checks.dropout(dropout, seed)
-    options = checks.options(causal, window, scale, softcap, dropout, precision)
+    layout = getattr(block_mask, "layout", None)
+    options = checks.options(causal, window, scale, softcap, dropout, precision, layout)
     checks.flag("deterministic", deterministic)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
@@ -386,10 +399,14 @@ def attention_backward(
     if mask is not None:
         arrays["mask"] = mask
     home = interop.home(arrays)
+    if block_mask is not None:
+        checks.block_mask(block_mask, home)
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_backward, home.gpu, options, views)
         slopes, sinks = _slopes(home, plan, views), views.pop("sink", None)
+        if block_mask is not None and block_mask.mask is not None:
+            views["mask"] = block_mask.mask
         bias, mask = (_of_logits(home, plan, views, name) for name in ("bias", "mask"))
         views.setdefault("dlse")
         grads = {}
@@ -407,7 +424,7 @@ def attention_backward(
             if dbias is not None:
                 dbias = dbias.reshape((1,) * (4 - dbias.ndim) + dbias.shape)
             arrays = *_batched(plan, views), slopes, sinks, dsink
-            home.backend.backward(plan.problem, *arrays, bool(deterministic), seed, bias, mask, dbias)
+            home.backend.backward(plan.problem, *arrays, bool(deterministic), seed, bias, mask, dbias, block_mask)
         return AttentionGradients(**{name: home.give(grad) for name, grad in grads.items()})
 
 

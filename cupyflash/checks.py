@@ -25,6 +25,7 @@ CORNERS = ("lower_right", "upper_left")
 MAX_SEQLENS = 2**30  # sums of two positions and a window side stay within 32 bits in the kernels
 MAX_SCALE = 1e38  # times log2(e), it is still finite in float32
 SOFTCAP = (1e-30, 1e30)  # the kernels divide by it, in float32 and where numbers below 1e-38 are 0
+MASK_TILE = 128  # queries and keys that block masks have a bit for: kMaskTile
 MAX_COUNTED = 2**32  # batches or heads that the counter of dropout tells apart
 
 
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     dropout: float = 0.0
     precision: str | None = None
+    block_mask: tuple | None = None  # BlockMask.layout
 
 
 _NO_OPTIONS = Options()
@@ -61,16 +63,16 @@ def shown(value) -> str:
     return text if 0 < len(text) <= 200 else f"of type {type_name(value)} and too long to print"
 
 
-def options(causal, window, scale, softcap=None, dropout=0.0, precision=None) -> Options:
+def options(causal, window, scale, softcap=None, dropout=0.0, precision=None, block_mask=None) -> Options:
     """Options in one spelling: `causal=True` is the lower right corner and no key to the right."""
-    if causal is False and window is None and scale is None and softcap is None and not dropout and precision is None:
+    if causal is False and window is None and not dropout and scale is softcap is precision is block_mask is None:
         return _NO_OPTIONS
     corner = _corner(causal)
     left, right = (None, None) if window is None else _window(window)
     if corner is not None:
         right = 0
     scale, softcap = None if scale is None else _scale(scale), None if softcap is None else _softcap(softcap)
-    return Options(corner or "lower_right", left, right, scale, softcap, dropout, _precision(precision))
+    return Options(corner or "lower_right", left, right, scale, softcap, dropout, _precision(precision), block_mask)
 
 
 def _corner(causal):
@@ -254,12 +256,21 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
         raise TypeError(f"mask has dtype {mask.dtype}; allowed: bool, True where a query may see a key")
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
-            _check_broadcasts(name, x, (*batch, heads_q, seqlen_q, seqlen_k))
+            _check_broadcasts(name, x.shape, (*batch, heads_q, seqlen_q, seqlen_k))
+    elements = False
+    if options.block_mask is not None:
+        fits(options.block_mask, (*batch, heads_q, seqlen_q, seqlen_k))
+        elements = options.block_mask[2] is not None
+        if elements and mask is not None:
+            raise ValueError(
+                "mask is given, and block_mask has blocks that are shown in part; allowed: one of them, or both as "
+                "BlockMask.from_mask(mask & block_mask.dense(seqlen_q, seqlen_k))"
+            )
     if options.dropout:
         counted(**dict(zip(("batch",), batch)), heads=heads_q)
     if gpu and q.itemsize > 2:
         given = {"softcap": options.softcap, "alibi_slopes": slopes, "sink": sink, "bias": bias, "mask": mask}
-        given["dropout"] = options.dropout or None
+        given |= {"block_mask": options.block_mask, "dropout": options.dropout or None}
         for name in (name for name, value in given.items() if value is not None):
             raise NotImplementedError(
                 f"{name} is given and q has dtype {dtype}; allowed with it on the GPU: float16, bfloat16; "
@@ -281,17 +292,84 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
         sink is not None,
         options.dropout,
         None if bias is None else DTYPES[bias.dtype],
-        mask is not None,
+        mask is not None or elements,
         options.precision,
+        options.block_mask is not None,
     )
 
 
-def mask_shape(batch, heads, seqlen_q, seqlen_k) -> tuple[int, ...]:
-    """Shape of a mask of dropout."""
+def block_mask(x, home):
+    """Check that it is one, and where the arrays are."""
+    from .block_mask import BlockMask
+
+    if not isinstance(x, BlockMask):
+        raise TypeError(f"block_mask is {shown(x)} ({type_name(x)}); allowed: None or a cupyflash.BlockMask")
+    if x.gpu != home.index:
+        places = ("the host" if gpu is None else f"GPU {gpu}" for gpu in (x.gpu, home.index))
+        raise ValueError("block_mask is on {}, the arrays are on {}; allowed: the same".format(*places))
+
+
+def block_size(size) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    pair = size if isinstance(size, (tuple, list)) else (size, size)
+    allowed = f"allowed: positive multiples of {MASK_TILE}, one for both or (queries, keys)"
+    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, Integral) for n in pair):
+        raise TypeError(f"block_size is {shown(size)} ({type_name(size)}); {allowed}")
+    if any(n <= 0 or n % MASK_TILE or n > MAX_SEQLENS for n in pair):
+        raise ValueError(f"block_size is {shown(size)}; {allowed}")
+    return int(pair[0]), int(pair[1])
+
+
+def blocks(blocks, full=None, mask=None, name="blocks"):
+    """Check the arrays of a block mask."""
+    for which, x in ((name, blocks), ("full", full), ("mask", mask)):
+        if x is not None and x.dtype != bool:
+            raise TypeError(f"{which} has dtype {x.dtype}; allowed: bool")
+    if blocks.ndim not in (2, 3, 4):
+        axes = "[[batch,] heads_q,] " + ("seqlen_q, seqlen_k" if name == "mask" else "blocks_q, blocks_k")
+        raise ValueError(f"{name} has shape {blocks.shape}; allowed: ({axes})")
+    if full is not None and mask is None:
+        raise ValueError("full is given without a mask; allowed: both, or a mask alone")
+    if full is not None:
+        _check_broadcasts("full", full.shape, blocks.shape, "the shape of blocks")
+    if mask is not None and mask.ndim > 4:
+        raise ValueError(
+            f"mask has shape {mask.shape}; allowed: at most four axes, (batch, heads_q, seqlen_q, seqlen_k)"
+        )
+
+
+def shown_by_function(result, shape):
+    """Check what a function of indices returned."""
+    if result.dtype != bool:
+        raise TypeError(f"function returned dtype {result.dtype}; allowed: bool, True where a query may see a key")
+    _check_broadcasts("what function returned", result.shape, shape, "(batch, heads_q, queries, seqlen_k)")
+
+
+def fits(layout, shape):
+    """Check that a block mask is one for logits of this shape."""
+    blocks, size, mask = layout
+    lengths = (-(-n // block) for n, block in zip(shape[-2:], size))
+    expected = (1,) * (4 - len(shape)) + (*shape[:-2], *lengths)
+    if any(n not in (1, whole) for n, whole in zip(blocks[:2], expected)) or blocks[2:] != expected[2:]:
+        raise ValueError(
+            f"block_mask has shape {blocks} of blocks of {size}; allowed: {expected}, where batch and heads may be 1"
+        )
+    if mask is not None:
+        _check_broadcasts("the mask of block_mask", mask, (1,) * (4 - len(shape)) + tuple(shape))
+
+
+def logits_shape(batch, heads, seqlen_q, seqlen_k) -> tuple[int, ...]:
+    """Shape of a matrix of logits that someone names."""
     sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     batch, heads, seqlen_q, seqlen_k = (integer(name, size, 0) for name, size in sizes.items())
     if seqlen_q + seqlen_k >= MAX_SEQLENS:
         raise ValueError(f"seqlen_q is {seqlen_q} and seqlen_k is {seqlen_k}; allowed: less than 2**30 together")
+    return batch, heads, seqlen_q, seqlen_k
+
+
+def mask_shape(batch, heads, seqlen_q, seqlen_k) -> tuple[int, ...]:
+    """Shape of a mask of dropout."""
+    batch, heads, seqlen_q, seqlen_k = logits_shape(batch, heads, seqlen_q, seqlen_k)
     counted(batch=batch, heads=heads)
     return batch, heads, seqlen_q, seqlen_k
 
@@ -405,12 +483,10 @@ def _check_bias_dtype(dtype, bias):
         raise TypeError(f"bias has dtype {bias.dtype}; allowed: {', '.join(allowed)} for dtype {dtype}")
 
 
-def _check_broadcasts(name, x, shape):
-    axes = shape[len(shape) - x.ndim :]
-    if x.ndim > len(shape) or any(size not in (1, whole) for size, whole in zip(x.shape, axes, strict=True)):
-        raise ValueError(
-            f"{name} has shape {x.shape}; allowed: what broadcasts to {shape}, ([batch,] heads_q, seqlen_q, seqlen_k)"
-        )
+def _check_broadcasts(name, given, shape, axes="([batch,] heads_q, seqlen_q, seqlen_k)"):
+    aligned = shape[len(shape) - len(given) :]
+    if len(given) > len(shape) or any(size not in (1, whole) for size, whole in zip(given, aligned, strict=True)):
+        raise ValueError(f"{name} has shape {given}; allowed: what broadcasts to {shape}, {axes}")
 
 
 def _check_lse_dtype(dtype, name, x):

@@ -31,6 +31,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+from .checks import MASK_TILE
 from .problem import Problem
 from .spec import (
     BIAS_TYPES,
@@ -145,6 +146,13 @@ HOPPER_FORWARD_LOGITS = {
     192: ((64, 1, 1, 2, 2, 5),),
     256: ((64, 1, 1, 2, 2, 4), (64, 1, 1, 2, 2, 3)),
 }
+# And those whose tiles divide those of a block mask.
+HOPPER_FORWARD_BLOCKS = {
+    64: (128, 1, 1, 2, 4, 6),
+    128: (128, 1, 1, 2, 4, 4),
+    192: (64, 1, 1, 2, 4, 5),
+    256: (64, 1, 1, 2, 3, 4),
+}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -170,6 +178,7 @@ BACKWARD_LOGITS = {
     96: ((64, 64, 8, 4, 2, 2, 1, 1),),
     192: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
+BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:
@@ -237,6 +246,11 @@ BIAS_GRADIENT = {
     192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),
     256: ((128, 64, 8, 4, 1), (64, 64, 8, 4, 1), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
 }
+# The same for what spills with the rows above: block masks.
+BIAS_GRADIENT_BLOCKS = {
+    **dict.fromkeys((64, 96, 128), ((64, 64, 4, 2, 2),)),
+    256: ((64, 64, 8, 4, 1),),
+}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -276,10 +290,15 @@ def path(capability: int, nvrtc: tuple[int, int]) -> str:
     return name
 
 
-def fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int):
+def divides_mask_tile(*sizes: int) -> bool:
+    """Whether a tile of so many queries and keys lies within one of those that a block mask has bits for."""
+    return not any(MASK_TILE % size for size in sizes)
+
+
+def fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int, blocks: bool = False):
     """Return the first spec that fits, of the rows of `first` and `table` for `head_dim`."""
     key = min(limit for limit in table if limit >= head_dim)
-    specs = [make(tiling) for tiling in first.get(key, ()) + table[key]]
+    specs = [make(tiling) for tiling in first.get(key, ()) + table[key] if not blocks or divides_mask_tile(*tiling[:2])]
     for spec in specs:
         if spec.shared_bytes * spec.blocks_per_sm <= shared_limit:
             return spec
@@ -311,7 +330,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     def make(tiling):
         _, _, warps, out_warps_q, *_ = tiling
         columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), *_logits(problem)
+        more = *_change(problem), *_logits(problem), problem.blocks
         return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
     if reads(problem):
@@ -319,8 +338,8 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     elif any(_change(problem)):
         first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
     else:
-        first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
-    spec = fitting(FORWARD, first, make, max(d, dv), shared_limit)
+        first = {} if float32_out or access < 16 or capability >= 100 or problem.blocks else FORWARD_PLAIN
+    spec = fitting(FORWARD, first, make, max(d, dv), shared_limit, problem.blocks)
     return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
 
 
@@ -338,12 +357,15 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         return table[min(limit for limit in table if limit >= max(d, dv))]
 
     def make(tiling, logit_slots=0):
-        packed = access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
-        more = *_change(problem), *_logits(problem), logit_slots
+        able = access == 16 and not problem.dropout and not problem.blocks
+        packed = able and _packing_pays(problem, tiling[1] * tiling[3])
+        more = *_change(problem), *_logits(problem), logit_slots, problem.blocks
         return HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *more)
 
     if reads(problem):
         spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS))
+    elif problem.blocks:
+        spec = make(row(HOPPER_FORWARD_BLOCKS))
     else:
         at = 2 * problem.banded + (problem.seqlen_k > SHORT)
         spec = make(row(HOPPER_FORWARD)[at])
@@ -374,25 +396,31 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     def make(tiling):
         _, _, warps, _, grad_warps_k, dq_warps_q, *_ = tiling
         columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), *_logits(problem)
+        more = *_change(problem), *_logits(problem), problem.blocks
         return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
-    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads(problem))
+    with_options = any(_change(problem)) or reads(problem) or problem.blocks
+    plain = not (deterministic or access < 16 or capability >= 100 or with_options)
     spare = problem.dropout or access < 16 and any(_change(problem))
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
+    if problem.blocks:
+        first = BACKWARD_SPARE | BACKWARD_BLOCKS
     if reads(problem):
         first = BACKWARD_SPARE | BACKWARD_LOGITS
-    spec = fitting(BACKWARD, first, make, max(d, dv), shared_limit)
+    spec = fitting(BACKWARD, first, make, max(d, dv), shared_limit, problem.blocks)
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
-def split(problem: Problem) -> bool:
+def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    Also with dropout or a mask, and with a bias up to 64: the one kernel has no registers left.
+    Also with dropout or a mask, with a bias up to 64, and with block masks where the order is fixed or the score is
+    changed: the one kernel has no registers left for them.
     """
     width = max(problem.head_dim, problem.head_dim_v)
     if problem.dropout or problem.mask or width > 128:
+        return True
+    if problem.blocks and (deterministic or problem.softcap is not None or problem.alibi):
         return True
     return problem.bias is not None if width <= 64 else problem.seqlen_k <= SPLIT
 
@@ -401,6 +429,12 @@ def drops_elsewhere(problem: Problem) -> bool:
     """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout."""
     wide = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
     return problem.dropout > 0 and (wide or problem.softcap is not None or problem.alibi)
+
+
+def skips_elsewhere(problem: Problem) -> bool:
+    """Whether both passes must take the portable kernels: Hopper's bring tiles of bias and mask for every tile of keys,
+    also for those that a block mask hides."""
+    return problem.blocks and reads(problem)
 
 
 def reads_elsewhere(problem: Problem) -> bool:
@@ -422,7 +456,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
 
     def make(tiling, logit_slots=0):
-        more = *_change(problem)[:2], BIAS_TYPES.index(problem.bias), logit_slots
+        more = *_change(problem)[:2], BIAS_TYPES.index(problem.bias), logit_slots, problem.blocks
         return HopperBackwardSpec(d, dv, *tiling, deterministic, access, *more)
 
     spec = _with_logits(make, (HOPPER_BACKWARD[d],)) if reads(problem) else make(HOPPER_BACKWARD[d])
@@ -435,7 +469,8 @@ def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> b
     With a mask they see different queries anyway. Deterministic, each waits for all others of its head, which must run
     at the same time: rotated only where whole heads fill nearly all `places`.
     """
-    return not problem.banded and (not deterministic or tiles <= places and places % tiles <= places // 10)
+    hides = problem.banded or problem.blocks
+    return not hides and (not deterministic or tiles <= places and places % tiles <= places // 10)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -450,7 +485,7 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
 
     def make(kind, table):
         def of(tiling, logit_slots=0):
-            return kind(d, dv, *tiling, access, *_change(problem), *_logits(problem), logit_slots)
+            return kind(d, dv, *tiling, access, *_change(problem), *_logits(problem), logit_slots, problem.blocks)
 
         return _with_logits(of, (table[width],)) if reads(problem) else of(table[width])
 
@@ -484,12 +519,12 @@ def sink_gradient(before: Variant) -> Variant:
 def bias_gradient(problem: Problem, before: Variant, shape: tuple, access: int, shared_limit: int) -> Variant:
     """Return the kernel of a dbias of `shape`, four axes, of what `before` left; `access` is that of the inputs."""
     d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
-    more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+    more = *_change(problem), *_logits(problem), problem.blocks
 
     def make(tiling):
         return BiasGradientSpec(d, dv, *tiling, True, before.spec.packed, access, *more)
 
-    spec = fitting(BIAS_GRADIENT, {}, make, max(d, dv), shared_limit)
+    spec = fitting(BIAS_GRADIENT, BIAS_GRADIENT_BLOCKS if problem.blocks else {}, make, max(d, dv), shared_limit)
     spec = replace(spec, summed=math.prod(bias_tiles(problem, spec, shape)[0]) > 1)
     return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec)
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .block_mask import BlockMask
 from .dropout import kept
 from .problem import Problem
 
@@ -21,10 +22,10 @@ TILE_KEYS = 512
 TILE_ROWS = 256
 
 
-def forward(problem, q, k, v, out, lse, slopes, sink, seed=None, bias=None, mask=None):
+def forward(problem, q, k, v, out, lse, slopes, sink, seed=None, bias=None, mask=None, block_mask=None):
     """Write attention to `out`, and its log-sum-exp to `lse` unless that is `None`."""
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes, sink, seed, bias, mask):
+        for stack in _stacks(problem, slopes, sink, seed, bias, mask, block_mask):
             keys, values = stack.fold(k), stack.fold(v)
             for rows in stack.row_blocks():
                 tile_out, tile_lse = _forward_rows(stack, rows, stack.fold_queries(q, rows), keys, values)
@@ -75,6 +76,7 @@ def backward(
     bias=None,
     mask=None,
     dbias=None,
+    block_mask=None,
 ):
     """Write `dq`, `dk`, `dv` and, unless they are `None`, `dsink` and `dbias`: four axes, of 1 where it was broadcast.
 
@@ -84,7 +86,7 @@ def backward(
     if dsink is not None:
         dsink[...] = 0
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes, sink, seed, bias, mask):
+        for stack in _stacks(problem, slopes, sink, seed, bias, mask, block_mask):
             keys, values = stack.fold(k), stack.fold(v)
             dkeys, dvalues = np.zeros_like(keys), np.zeros_like(values)
             for rows in stack.row_blocks():
@@ -147,11 +149,18 @@ def _by_row(lse):
 
 
 def _stacks(problem, *arrays):
-    """Every range of batch and key heads; short sequences are stacked until they fill a tile."""
+    """Every range of batch and key heads; short sequences are stacked until they fill a tile.
+
+    What has blocks of its own is not stacked: one might read, with the weight 0, what it does not see.
+    """
     rows = max(1, min(problem.seqlen_q, TILE_ROWS // problem.group))
     heads = TILE_ROWS * TILE_KEYS // (rows * problem.group * min(problem.seqlen_k, TILE_KEYS))
     heads_k = max(1, min(problem.heads_k, heads))
+    if problem.blocks and arrays[-1].blocks.shape[1] > 1:
+        heads_k = 1
     batch = max(1, min(problem.batch, heads // heads_k))
+    if problem.blocks and arrays[-1].blocks.shape[0] > 1:
+        batch = 1
     for b in range(0, problem.batch, batch):
         for h in range(0, problem.heads_k, heads_k):
             yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows, *arrays)
@@ -180,6 +189,7 @@ class _Stack:
     seed: int | None
     bias: np.ndarray | None  # (batch, heads_q, seqlen_q, seqlen_k), of all heads
     mask: np.ndarray | None  # the same
+    block_mask: BlockMask | None
 
     @property
     def dtype(self):
@@ -187,11 +197,28 @@ class _Stack:
 
     def row_blocks(self):
         """The blocks of queries."""
-        return _blocks(0, self.problem.seqlen_q, self.rows)
+        size = None if self.block_mask is None else self.block_mask.block_size[0]
+        return _blocks(0, self.problem.seqlen_q, self.rows, size)
 
     def key_blocks(self, rows):
         """The blocks of the keys that some query of `rows` sees."""
-        return _blocks(*self.problem.key_range(rows.start, rows.stop), TILE_KEYS)
+        size = None if self.block_mask is None else self.block_mask.block_size[1]
+        tiles = _blocks(*self.problem.key_range(rows.start, rows.stop), TILE_KEYS, size)
+        return (tile for tile in tiles if self._shows(rows, tile))
+
+    def _shows(self, rows, tile):
+        if self.block_mask is not None and not self._block(self.block_mask.blocks, rows, tile).any():
+            return False
+        return self.mask is None or self._tile_of(self.mask, rows, tile).any()
+
+    def _block(self, blocks, rows, tile):
+        """What the one that a tile lies in has of these heads: `(batch, heads_k, 1, group, 1)`, each maybe 1."""
+        batch, heads, *_ = blocks.shape
+        query, key = (part.start // size for part, size in zip((rows, tile), self.block_mask.block_size))
+        block = blocks[self.batch if batch > 1 else slice(None), :, query, key]
+        if heads == 1:
+            return block[:, :, None, None, None]
+        return block.reshape(len(block), self.problem.heads_k, 1, -1, 1)[:, self.heads_k]
 
     def fold(self, x, rows=slice(None)):
         """These heads of `(batch, seqlen, heads, width)`, as `(batch, heads_k, group * seqlen, width)`."""
@@ -240,7 +267,12 @@ class _Stack:
         if masked:
             np.copyto(by_head, -np.inf, where=self._hidden(ahead)[:, None, :])
         if self.mask is not None:
-            np.copyto(by_head, -np.inf, where=~self._tile_of(self.mask, rows, tile))
+            shown = self._tile_of(self.mask, rows, tile)
+            if self.block_mask is not None and self.block_mask.full is not None:
+                shown = shown | self._block(self.block_mask.full, rows, tile)
+            np.copyto(by_head, -np.inf, where=~shown)
+        if self.block_mask is not None:
+            np.copyto(by_head, -np.inf, where=~self._block(self.block_mask.blocks, rows, tile))
         return logits
 
     def kept(self, rows, tile):
@@ -308,5 +340,9 @@ def _by_head(x, rows):
     return x.reshape(*x.shape[:-1], -1, rows.stop - rows.start)
 
 
-def _blocks(first, last, size):
-    return (slice(i, min(i + size, last)) for i in range(first, last, size))
+def _blocks(first, last, size, within=None):
+    """Slices of at most `size` that fill a range; none of them crosses a multiple of `within`."""
+    while first < last:
+        end = min(first + size, last, first - first % within + within if within else last)
+        yield slice(first, end)
+        first = end

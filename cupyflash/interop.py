@@ -134,7 +134,7 @@ class PyTorch(Home):
                 f"{name} has layout {x.layout}, is_conj() {x.is_conj()} and is_neg() {x.is_neg()}; allowed: "
                 f"torch.strided, without conjugate or negative bit ({name}.resolve_conj().resolve_neg())"
             )
-        dtypes = self.mask_dtypes if name == "mask" else self.dtypes
+        dtypes = self.mask_dtypes if name in ("mask", "blocks", "full") else self.dtypes
         dtype = dtypes.get(x.dtype)
         if dtype is None:
             raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, dtypes))}")

@@ -17,6 +17,7 @@ import cupy
 import numpy as np
 
 from . import checks, choose, compiler, precise, tensor_map
+from .block_mask import Bitmaps, bitmaps_of
 from .problem import Problem
 from .spec import Variant
 from .structs import (
@@ -33,6 +34,7 @@ from .structs import (
     PRECISE_FORWARD_PARAMS,
     STATISTIC_TILE,
     fill,
+    fill_blocks,
     fill_dropout,
     fill_logits,
     fill_score,
@@ -44,6 +46,8 @@ L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again an
 L2_SHARE_SUMMED = 4 << 20  # the same for Hopper's main backward: 1 % faster than 24
 BIAS_BLOCKS = 4  # of the kernel of dbias, for each place on the GPU: with fewer tiles, blocks share them,
 BIAS_RUN = 16  # and with more, each computes up to so many, whose queries it reads once
+LARGE_MASK = 1 << 20  # elements of a head from which a mask is read once more, to skip the tiles that it hides
+NO_BLOCKS = Bitmaps(None, None)
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}
@@ -75,15 +79,16 @@ class Launch:
 
 
 class Rest(NamedTuple):
-    """What a backward reads and writes beside the arrays of rows: arrays, or None."""
+    """What a pass reads and writes beside the arrays with a head_dim: arrays, or None."""
 
     lse: object
-    dlse: object
     slopes: object
     sink: object
     bias: object
     mask: object
-    dbias: object
+    bitmaps: tuple  # of a block mask, queries by keys and keys by queries
+    dlse: object = None
+    dbias: object = None
 
 
 @dataclass(frozen=True)
@@ -127,22 +132,28 @@ class Plan:
         self.idle.append((words, arguments, address))
 
 
-def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None) -> None:
+def forward(
+    problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None, block_mask=None
+) -> None:
     """Write ``out`` and, unless it is None, ``lse``. ``bias`` and ``mask`` have the shape of the logits."""
     if problem.scale < 0 and q.itemsize == 2:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
-        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed, bias, mask)
+        problem = replace(problem, scale=-problem.scale)
+        return forward(problem, negated, k, v, out, lse, slopes, sink, seed, bias, mask, block_mask)
+    problem, bitmaps = _bitmaps(problem, mask, block_mask)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
     rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink)])
     logits = tuple([None if x is None else (x.data.ptr & 15, x.strides) for x in (bias, mask)])
     device = cupy.cuda.runtime.getDevice()
-    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, logits, out.itemsize)
+    shape = None if bitmaps is NO_BLOCKS else bitmaps[0].shape
+    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, logits, shape, out.itemsize)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink, bias, mask))
-    plan.run(*pointers, seed, _pointer(bias), _pointer(mask))
+        rest = Rest(lse, slopes, sink, bias, mask, bitmaps)
+        plan = _remember(key, _plan_forward(problem, (q, k, v, out), rest))
+    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask))
 
 
 def backward(
@@ -165,22 +176,24 @@ def backward(
     bias=None,
     mask=None,
     dbias=None,
+    block_mask=None,
 ) -> None:
     """Write ``dq``, ``dk``, ``dv`` and, unless they are None, ``dsink`` and ``dbias``, which are contiguous.
 
     ``dbias`` has four axes, of 1 where the bias was broadcast.
     """
     arrays = (q, k, v, dout, out, dq, dk, dv)
+    problem, bitmaps = _bitmaps(problem, mask, block_mask)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
     more = tuple([None if x is None else x.strides for x in (slopes, sink)])
     logits = tuple([None if x is None else (x.data.ptr & 15, x.strides) for x in (bias, mask)])
-    shape = None if dbias is None else dbias.shape
-    key = (problem, device, layouts, more, logits, shape, out.itemsize, deterministic)
+    shapes = tuple([None if x is None else x.shape for x in (dbias, *bitmaps)])
+    key = (problem, device, layouts, more, logits, shapes, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        rest = Rest(lse, dlse, slopes, sink, bias, mask, dbias)
+        rest = Rest(lse, slopes, sink, bias, mask, bitmaps, dlse, dbias)
         plan = _remember(key, _plan_backward(problem, arrays, rest, deterministic))
     statistics, sum_size, turns, parts_size = plan.workspace
     delta = cupy.empty(statistics, checks.lse_dtype(problem.dtype))
@@ -203,10 +216,27 @@ def backward(
         _pointer(mask),
         _pointer(dbias),
         _pointer(parts),
+        *map(_pointer, bitmaps),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
         _pointer(bias),
         _pointer(mask),
     )
+
+
+def _bitmaps(problem: Problem, mask, block_mask) -> tuple[Problem, tuple]:
+    """The tiles of queries by keys, and of keys by queries, that a block mask or a large mask shows.
+
+    Hopper's kernels skip nothing where they read a mask, and are faster than the portable ones that do, unless it hides
+    most: there only a block mask skips tiles.
+    """
+    if block_mask is not None:
+        return problem, block_mask.bitmaps_under_mask if problem.mask else block_mask.bitmaps
+    if mask is None or 0 in mask.strides[2:] or problem.seqlen_q * problem.seqlen_k < LARGE_MASK or _path() == "sm90":
+        return problem, NO_BLOCKS
+    own = mask[tuple([slice(None) if step else slice(1) for step in mask.strides])]
+    bitmaps = bitmaps_of(cupy, own)
+    keep_for_graph(*bitmaps)
+    return replace(problem, blocks=True), bitmaps
 
 
 def _pointer(x) -> int:
@@ -270,50 +300,51 @@ def _forward_sizes(problem: Problem, packed: int = 1):
     return sizes(problem, section)
 
 
-def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
-    device = cupy.cuda.runtime.getDevice()
-    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+def _path() -> str:
+    return choose.path(_capability(cupy.cuda.runtime.getDevice()), cupy.cuda.nvrtc.getVersion())
+
+
+def _plan_forward(problem: Problem, arrays: tuple, rest: Rest) -> Plan:
+    device, path = cupy.cuda.runtime.getDevice(), _path()
     if problem.dtype in precise.ITEM:
-        return _plan_precise_forward(device, problem, q, k, v, out, lse)
+        return _plan_precise_forward(device, problem, arrays, rest)
     plan = None
-    if path == "sm90":
-        plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
-    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
+    if path == "sm90" and not choose.skips_elsewhere(problem):
+        plan = _plan_hopper_forward(device, problem, arrays, rest)
+    return plan or _plan_portable_forward(device, problem, arrays, rest)
 
 
-def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
-    float32_out = out.dtype == np.float32
-    access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
+def _plan_portable_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
+    float32_out = arrays[3].dtype == np.float32
+    access = _access(problem, arrays[:3] if float32_out else arrays)
     variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
     params = np.zeros(1, FORWARD_PARAMS)
     params["sizes"] = _forward_sizes(problem)
-    for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
+    for name, x in zip(FORWARD_POINTERS, (*arrays, rest.lse)):
         fill(params, name, x)
-    fill_score(params, problem, slopes)
-    fill(params, "sink", sink)
-    fill_dropout(params, problem)
-    fill_logits(params, "bias", bias)
-    fill_logits(params, "mask", mask)
+    _fill_options(params, problem, rest)
+    fill_logits(params, "bias", rest.bias)
+    fill_logits(params, "mask", rest.mask)
     return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
 
 
-def _plan_precise_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan:
+def _plan_precise_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
     compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
-    variant = precise.forward(problem, _access(problem, (q, k, v, out)), _shared_limit(device))
+    variant = precise.forward(problem, _access(problem, arrays), _shared_limit(device))
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
     params = np.zeros(1, PRECISE_FORWARD_PARAMS)
     params["sizes"] = _forward_sizes(problem)
     params["exact_scale"] = problem.scale
-    for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
+    for name, x in zip(FORWARD_POINTERS, (*arrays, rest.lse)):
         fill(params, name, x)
-    fill_score(params, problem, None)
-    fill_dropout(params, problem)
+    _fill_options(params, problem, rest)
     return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
 
 
-def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan | None:
+def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v, bias or mask."""
+    q, k, v, out = arrays
     if not all(map(tensor_map.possible, (q, k, v))):
         return None
     float32_out = out.dtype == np.float32
@@ -333,7 +364,7 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
         if words is None:
             return None
         params[name] = words
-    if not _fill_logit_maps(params, problem, {"bias": bias, "mask": mask}, queries, group):
+    if not _fill_logit_maps(params, problem, {"bias": rest.bias, "mask": rest.mask}, queries, group):
         return None
     heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
     clusters = _attribute(device, "MultiProcessorCount") // spec.cluster
@@ -341,12 +372,10 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
     params["queries"] = queries
     params["sizes"] = _forward_sizes(problem, group)
     fill(params, "out", out)
-    fill(params, "lse", lse)
-    fill_score(params, problem, slopes)
-    fill(params, "sink", sink)
-    fill_dropout(params, problem)
+    fill(params, "lse", rest.lse)
+    _fill_options(params, problem, rest)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
-    names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "bias", "mask")
+    names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks", "bias", "mask")
     return Plan.of((launch,), params, names)
 
 
@@ -383,13 +412,13 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
 
 
 def _plan_backward(problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan:
-    device = cupy.cuda.runtime.getDevice()
-    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+    device, path = cupy.cuda.runtime.getDevice(), _path()
     if problem.dtype in precise.ITEM:
         return _plan_precise_backward(device, problem, arrays, rest)
     plan = None
-    if path == "sm90" and not choose.drops_elsewhere(problem) and not choose.reads_elsewhere(problem):
-        if choose.split(problem):
+    elsewhere = (choose.drops_elsewhere, choose.reads_elsewhere, choose.skips_elsewhere)
+    if path == "sm90" and not any(must(problem) for must in elsewhere):
+        if choose.split(problem, deterministic):
             plan = _plan_split_backward(device, problem, arrays, rest)
         else:
             plan = _plan_hopper_backward(device, problem, arrays, rest, deterministic)
@@ -579,9 +608,15 @@ def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, rest: R
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest) -> None:
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, rest.lse, rest.dlse)):
         fill(params, name, x)
+    _fill_options(params, problem, rest)
+    fill_logits(params, "bias", rest.bias)
+    fill_logits(params, "mask", rest.mask)
+    fill_blocks(params, "key_blocks", rest.bitmaps[1])
+    params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
+
+
+def _fill_options(params: np.ndarray, problem: Problem, rest: Rest) -> None:
     fill_score(params, problem, rest.slopes)
     fill(params, "sink", rest.sink)
     fill_dropout(params, problem)
-    fill_logits(params, "bias", rest.bias)
-    fill_logits(params, "mask", rest.mask)
-    params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
+    fill_blocks(params, "blocks", rest.bitmaps[0])

@@ -31,8 +31,9 @@ class Problem:
     sink: bool = False  # sinks are given
     dropout: float = 0.0  # a multiple of 2**-32
     bias: str | None = None  # dtype of the bias that is given
-    mask: bool = False  # a mask is given
+    mask: bool = False  # a mask is given, or a block mask whose blocks are shown in part
     precision: str | None = None  # "tf32", or None for the highest
+    blocks: bool = False  # a block mask is given
 
     @property
     def group(self) -> int:

@@ -35,6 +35,7 @@ def attention(
     softcap=None,
     bias=None,
     mask=None,
+    block_mask=None,
     alibi_slopes=None,
     sink=None,
     dropout=0.0,
@@ -49,7 +50,7 @@ def attention(
     ----------
     q, k, v : numpy.ndarray or cupy.ndarray
         `(batch, seqlen, heads, head_dim)`, or the same without `batch`.
-    causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed, return_lse
+    causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes, sink, dropout, seed, return_lse
         As in `cupyflash.attention`.
 
     Returns
@@ -62,7 +63,7 @@ def attention(
     """
     xp = _namespace(q)
     heads_k = k.shape[-2]
-    logits, _ = _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes)
+    logits, _ = _logits(xp, q, k, causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes)
     sink = xp.broadcast_to(_sink(xp, sink, heads_k), (*logits.shape[:-1], 1))
     highest = xp.concatenate([logits, sink], axis=-1).max(axis=-1, keepdims=True)
     highest = xp.where((highest == -math.inf) | (sink == math.inf), 0.0, highest)
@@ -93,6 +94,7 @@ def attention_backward(
     softcap=None,
     bias=None,
     mask=None,
+    block_mask=None,
     alibi_slopes=None,
     sink=None,
     dropout=0.0,
@@ -106,7 +108,7 @@ def attention_backward(
     ----------
     dout : numpy.ndarray or cupy.ndarray
         Gradient of `out`.
-    q, k, v, causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed
+    q, k, v, causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes, sink, dropout, seed
         As given to `attention`.
     out, lse : ndarray
         What `attention` returned for them.
@@ -122,7 +124,7 @@ def attention_backward(
     heads_k = k.shape[-2]
     by_head = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     scale = _scale(q, scale)
-    logits, derivative = _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes)
+    logits, derivative = _logits(xp, q, k, causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes)
     dout, q, k, v, out = (_split(xp, x, heads_k) for x in (dout, q, k, v, out))
     lse = lse.astype(xp.float64).reshape(*logits.shape[:-1], 1)
     dlse = 0.0 if dlse is None else dlse.astype(xp.float64).reshape(lse.shape)
@@ -175,7 +177,7 @@ def _scale(q, scale):
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes):
+def _logits(xp, q, k, causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes):
     """`(..., heads_k, group, seqlen_q, seqlen_k)`, -inf where the key is hidden; and the derivative of softcap."""
     softcap = checks.options(causal, window, None, softcap).softcap
     heads_k, lengths = k.shape[-2], (q.shape[-3], k.shape[-3])
@@ -191,12 +193,16 @@ def _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes):
     seen = visible(xp, *lengths, causal, window)
     if mask is not None:
         seen = seen & _by_head(xp, mask, logits)
+    if block_mask is not None:
+        seen = seen & _by_head(xp, block_mask.dense(*lengths), logits)
     return xp.where(seen, logits, -math.inf), derivative
 
 
 def _by_head(xp, x, logits):
     """What broadcasts to `(..., heads_q, seqlen_q, seqlen_k)`, in the shape of `logits`."""
     *batch, heads_k, group, seqlen_q, seqlen_k = logits.shape
+    if not batch and x.ndim == 4:  # of a block mask
+        x = x[0]
     return xp.broadcast_to(x, (*batch, heads_k * group, seqlen_q, seqlen_k)).reshape(logits.shape)
 
 

@@ -58,6 +58,7 @@ class ForwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    blocks: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -89,6 +90,7 @@ class HopperForwardSpec(Spec):
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
     logit_slots: int = 0
+    blocks: bool = False
 
     blocks_per_sm = 1
 
@@ -133,6 +135,7 @@ class BackwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    blocks: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -160,6 +163,7 @@ class HopperBackwardSpec(Spec):
     alibi: bool = False
     bias: int = 0  # of BIAS_TYPES
     logit_slots: int = 0
+    blocks: bool = False
 
     blocks_per_sm = 1
 
@@ -196,6 +200,7 @@ class HopperKeysSpec(Spec):
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
     logit_slots: int = 0
+    blocks: bool = False
 
     blocks_per_sm, threads, block_k = 1, 384, 64
 
@@ -224,6 +229,7 @@ class HopperQueriesSpec(Spec):
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
     logit_slots: int = 0
+    blocks: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128
 
@@ -341,6 +347,7 @@ class BiasGradientSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    blocks: bool = False
 
     @property
     def shared_bytes(self) -> int:

@@ -22,11 +22,12 @@ LOGIT_ARRAY = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "
 BIAS_GRADIENT = np.dtype(
     [("data", "u8"), *((n, "i4") for n in ("batches", "heads", "rows", "cols", "chunks", "run", "parts"))], align=True
 )
+BLOCKS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "words"))], align=True)
 DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4")])
 FORWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY)]
     + [("sizes", SIZES), ("score", SCORE), ("sink", SINK), ("dropout", DROPOUT)]
-    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY)],
+    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY), ("blocks", BLOCKS)],
     align=True,
 )
 BACKWARD_PARAMS = np.dtype(
@@ -44,6 +45,8 @@ BACKWARD_PARAMS = np.dtype(
         ("mask", LOGIT_ARRAY),
         ("dbias", BIAS_GRADIENT),
         ("dbias_parts", "u8"),
+        ("blocks", BLOCKS),
+        ("key_blocks", BLOCKS),
     ],
     align=True,
 )
@@ -68,10 +71,10 @@ LOGIT_MAP = np.dtype(
 _names = ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score", "sink", "dropout"]
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": [*_names, "bias", "mask"],
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT]
+        "names": [*_names, "blocks", "bias", "mask"],
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT, BLOCKS]
         + [LOGIT_MAP, LOGIT_MAP],
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704, 768, 960],
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704, 720, 768, 960],
         "itemsize": 1152,
     }
 )
@@ -91,7 +94,7 @@ HOPPER_BACKWARD_PARAMS = np.dtype(
     }
 )
 # And the seed, in the place of one.
-FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "bias", "mask")
+FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask")
 BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"),)
 HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map", "bias_map", "mask_map")
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
@@ -118,6 +121,13 @@ def fill_logits(params: np.ndarray, name: str, x) -> None:
     """Write the strides of ``x``, unless it is None, that has been broadcast to the shape of the logits."""
     if x is not None:
         params[0][name] = (0, *(stride // x.itemsize if n > 1 else 0 for stride, n in zip(x.strides, x.shape)))
+
+
+def fill_blocks(params: np.ndarray, name: str, bitmaps) -> None:
+    """Write the field ``name`` for one of the arrays of a `BlockMask`, unless it is None."""
+    if bitmaps is not None:
+        batch, heads, rows, _, words = bitmaps.shape
+        params[0][name] = (0, heads * rows if batch > 1 else 0, rows if heads > 1 else 0, words)
 
 
 def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:

@@ -266,6 +266,31 @@ def test_which_tiles_of_keys_begin_elsewhere():
     assert choose.rotated(full, True, 132, 132) and not choose.rotated(full, True, 133, 132)
 
 
+@pytest.mark.parametrize("d, dv", list(product((1, 64, 72, 96, 128, 192, 256), repeat=2)))
+def test_block_masks(d, dv):
+    """The tiles of every kernel lie within those of 128 x 128 that have bits, and its rows are those of one head."""
+    for options in ({}, {"dropout": 0.5}, {"softcap": 1.0}, {"softcap": 1.0, "alibi": True}, {"mask": True}):
+        for mask, (right, seqlen_k) in MASKS.items():
+            grouped = {"heads_q": 8, "right": right, "seqlen_k": seqlen_k, "blocks": True}
+            one = replace(problem(d, dv), **grouped, **options)
+            specs = [choose.forward(one, 16, False, HOPPER_LIMIT).spec]
+            specs += [choose.backward(one, 16, x, HOPPER_LIMIT).spec for x in (False, True)]
+            if not one.mask:
+                specs.append(choose.hopper_forward(one, 16, False).spec)
+                assert is_valid(specs[-1]) and not specs[-1].packed
+            for deterministic in (False, True):
+                if one.mask or choose.drops_elsewhere(one):
+                    continue
+                if choose.split(one, deterministic):
+                    specs += [variant.spec for variant in choose.hopper_split_backward(one, 16)]
+                else:
+                    specs.append(choose.hopper_backward(one, 16, deterministic).spec)
+                    assert not deterministic and not choose.rotated(one, deterministic, 1, 132)
+            for spec in specs:
+                assert spec.blocks and fits(spec, HOPPER_LIMIT)
+                assert all(128 % getattr(spec, name, 64) == 0 for name in ("block_q", "block_k")), (mask, spec)
+
+
 def test_split_backward():
     for seqlen_k, least in ((512, 65), (513, 129), (1 << 20, 129)):
         taken = [choose.split(replace(problem(d), seqlen_k=seqlen_k)) for d in range(1, 257)]

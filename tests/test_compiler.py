@@ -235,6 +235,7 @@ NESTED = {
     structs.LOGIT_ARRAY: "cupyflash::LogitArray",
     structs.BIAS_GRADIENT: "cupyflash::BiasGradient",
     structs.LOGIT_MAP: "cupyflash::LogitMap",
+    structs.BLOCKS: "cupyflash::BlockMask",
 }
 
 
@@ -251,6 +252,7 @@ def test_struct_twins():
         "LogitArray": structs.LOGIT_ARRAY,
         "BiasGradient": structs.BIAS_GRADIENT,
         "LogitMap": structs.LOGIT_MAP,
+        "BlockMask": structs.BLOCKS,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,

@@ -111,6 +111,7 @@ class Gpu:
             ndarray=array,
             broadcast_to=partial(np.broadcast_to, subok=True),
             ascontiguousarray=self.copy,
+            **{name: getattr(np, name) for name in ("arange", "moveaxis", "stack")},
             cuda=SimpleNamespace(
                 Device={self.capability: device}.__getitem__,
                 get_current_stream=lambda: stream,
@@ -228,6 +229,13 @@ OPTIONS = {
     "bias of keys": {"bias": (1, 0, 0, 1), "mask": (0, 0, 1, 0), "causal": True},
     "bias of queries": {"bias": (0, 0, 1, 0), "alibi_slopes": True},
     "bias of pairs": {"bias": (0, 1, 1, 1)},
+    "blocks": {"blocks": "whole"},
+    "blocks and mask": {"blocks": "whole", "mask": (1, 0, 1, 1), "causal": True},
+    "blocks in part": {"blocks": "in part"},
+    "blocks and all": {"blocks": "whole", "causal": True, "softcap": 5.0, "alibi_slopes": True, "dropout": 0.5},
+    "blocks and softcap": {"blocks": "whole", "softcap": 5.0},
+    "blocks and bias": {"blocks": "whole", "bias": (1, 0, 1, 1)},
+    "blocks in part and bias": {"blocks": "in part", "bias": (0, 1, 1, 0), "causal": True},
 }
 BY_HEAD = ("alibi_slopes", "sink")
 OF_LOGITS = ("bias", "mask")  # axes along which they are not broadcast
@@ -244,6 +252,7 @@ class Call:
     arrays: dict
     launched: list
     main: tuple[str, ...]  # kernels of the pass, without those around them
+    block_mask: object = None
     deterministic: bool = False
 
 
@@ -265,13 +274,33 @@ def prepared(shape, options, names, float32_out, layouts):
     names += tuple(name for name in ARRAYS if name in options)
     arrays = {name: layouts.get(name, array)(shapes[name], dtypes[name]) for name in names}
     keywords = options | {name: arrays[name] for name in ARRAYS if name in options}
+    if "blocks" in options:
+        keywords["block_mask"] = block_mask(shape, keywords.pop("blocks"))
     if "dropout" in options:
         keywords["seed"] = next(SEEDS)
-    words = {"causal": False, "window": None, "scale": None} | {n: x for n, x in options.items() if n not in ARRAYS}
+    words = {"causal": False, "window": None, "scale": None}
+    words |= {name: x for name, x in options.items() if name not in (*ARRAYS, "blocks")}
+    words["block_mask"] = keywords["block_mask"].layout if "blocks" in options else None
     problem = checks.forward(
         True, checks.options(**words), **{name: arrays[name] for name in ("q", "k", "v", *ARRAYS) if name in arrays}
     )
+    if problem.mask and "mask" not in arrays:
+        arrays["mask"] = keywords["block_mask"].mask
     return problem, arrays, keywords
+
+
+def block_mask(shape, kind):
+    """One that differs by head or, in part, by batch."""
+    size = (128, 256) if kind == "whole" else (256, 128)
+    heads = (1, shape.heads_q) if kind == "whole" else (shape.batch, 1)
+    blocks = array((*heads, tiles(shape.seqlen_q, size[0]), tiles(shape.seqlen_k, size[1])), bool)
+    rng = np.random.default_rng(0)
+    blocks[...] = rng.random(blocks.shape) < 0.6
+    if kind == "whole":
+        return cupyflash.BlockMask(blocks, size)
+    full = array(blocks.shape, bool)
+    full[...] = rng.random(blocks.shape) < 0.5
+    return cupyflash.BlockMask(blocks, size, full, array((shape.heads_q, shape.seqlen_q, shape.seqlen_k), bool))
 
 
 def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
@@ -281,10 +310,11 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     got = cupyflash.attention(*(arrays[name] for name in "qkv"), out=arrays["out"], return_lse=lse, **keywords)
     if lse:
         arrays["lse"] = got[1]
-    on_hopper = gpu.path == "sm90" and not gpu.refuses and copyable(*(arrays[name] for name in "qkv"))
+    on_hopper = gpu.path == "sm90" and not gpu.refuses and not choose.skips_elsewhere(problem)
+    on_hopper = on_hopper and copyable(*(arrays[name] for name in "qkv"))
     on_hopper = on_hopper and all(map(readable, of_logits(problem, arrays).values()))
     main = ("precise_forward" if shape.dtype in precise.ITEM else "hopper_forward" if on_hopper else "forward",)
-    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main)
+    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, keywords.get("block_mask"))
     check(gpu, call)
     return call
 
@@ -304,11 +334,13 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
     copied = copied and all(map(readable, of_logits(problem, arrays).values()))
     elsewhere = choose.drops_elsewhere(problem) or choose.reads_elsewhere(problem)
+    elsewhere = elsewhere or choose.skips_elsewhere(problem)
     if gpu.path == "sm90" and not gpu.refuses and copied and not elsewhere:
-        main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
+        main = ("hopper_keys", "hopper_queries") if choose.split(problem, deterministic) else ("hopper_backward",)
     if shape.dtype in precise.ITEM:
         main = ("precise_keys", "precise_queries")
-    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, deterministic)
+    blocks = keywords.get("block_mask")
+    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, blocks, deterministic)
     check(gpu, call)
     return call
 
@@ -367,6 +399,10 @@ def check_launch(gpu, call, one, packed):
             assert spec.item == call.arrays["q"].itemsize
             assert spec.products == (3 if problem.dtype == "float32" and problem.precision != "tf32" else 1)
         assert getattr(spec, "deterministic", call.deterministic) == call.deterministic
+        assert getattr(spec, "blocks", False) == (call.block_mask is not None)
+        if call.block_mask is not None:  # a tile lies within one of those that have bits
+            assert all(128 % getattr(spec, name, 64) == 0 for name in ("block_q", "block_k"))
+            assert not getattr(spec, "packed", False)
     if hasattr(spec, "head_dim"):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
     if template in ("forward", "hopper_forward", "prepare_backward"):
@@ -461,6 +497,7 @@ def check_order(call, one):
     cluster = getattr(spec, "cluster", 1)
     assert one.blocks % cluster == 0 and one.blocks <= MULTIPROCESSORS
     assert one.blocks // cluster <= tiles(order["all_runs"].item(), at_once), "a block without work"
+    assert not (template == "hopper_backward" and spec.blocks and params["rotated"])
     wait = template == "hopper_backward" and call.deterministic and params["rotated"]
     assert one.cooperative == bool(wait), "only blocks that run at once may wait for each other"
     if wait:
@@ -536,10 +573,11 @@ def check_params(call, params):
         assert problem.bias or params["dbias"].item() == (0,) * 8
         assert params["dsink"] == (arrays["dsink"].ctypes.data if problem.sink else 0)
     softcap = problem.softcap
-    capped = (0, 0) if softcap is None else (problem.scale / softcap, softcap / math.log(2))
+    capped = (0, 0) if softcap is None else (structs.CAP_UNIT * problem.scale / softcap, softcap / math.log(2))
     assert score.item()[3:] == (*map(np.float32, capped), problem.diagonal)
     kept = 1 - problem.dropout
     assert params["dropout"].item() == (call.seed, 2**32 * problem.dropout, np.float32(1 / kept))
+    check_bitmaps(call, params)
     sizes = params["sizes"]
     for name in ("batch", "heads_q", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         assert sizes[name] == getattr(problem, name), name
@@ -587,6 +625,29 @@ def check_array(record, x, name):
     assert pointer == x.ctypes.data, name
     for step, stride, n in zip(steps, x.strides, x.shape):
         assert n == 1 or step * x.itemsize == stride, name
+
+
+def check_bitmaps(call, params):
+    """Bits that say what the block mask shows."""
+    problem, given = call.problem, call.block_mask
+    for name in {"blocks", "key_blocks"} & set(params.dtype.names):
+        pointer, batch_step, head_step, words = params[name].item()
+        if given is None:
+            assert (pointer, batch_step, head_step, words) == (0,) * 4
+            continue
+        planes = [given.blocks, given.blocks & ~(given.blocks if given.full is None else given.full)]
+        if problem.mask and given.mask is None:
+            planes[1] = planes[0]
+        by_tile = np.stack([np.kron(plane, np.ones([n // 128 for n in given.block_size], bool)) for plane in planes])
+        by_tile = np.broadcast_to(by_tile, (2, problem.batch, problem.heads_q, *by_tile.shape[3:]))
+        if name == "key_blocks":
+            by_tile = by_tile.swapaxes(3, 4)
+        rows, columns = by_tile.shape[3:]
+        for b, h, row in itertools.product(range(problem.batch), range(problem.heads_q), range(rows)):
+            at = pointer + 4 * 2 * words * (b * batch_step + h * head_step + row)
+            bits = np.frombuffer(ctypes.string_at(at, 8 * words), np.uint8)
+            bits = np.unpackbits(bits, bitorder="little").reshape(2, 32 * words)
+            assert (bits[:, :columns] == by_tile[:, b, h, row]).all() and not bits[:, columns:].any()
 
 
 def check_maps(call, one):
@@ -919,7 +980,6 @@ def test_too_many_blocks(gpu):
     """Rows without memory of their own, as many as no launch has blocks for."""
     one = array((1, 1, 1, 64), tools.DTYPES["bfloat16"])
     many = np.broadcast_to(one, (1 << 16, 1, 1 << 15, 64), subok=True)
+    problem = Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0)
     with pytest.raises(ValueError, match="exceeds the 2147483647 blocks of a launch; split the batch"):
-        launch._plan_forward(
-            Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0), *[many] * 4, *[None] * 5
-        )
+        launch._plan_forward(problem, (many,) * 4, launch.Rest(*[None] * 5, launch.NO_BLOCKS))

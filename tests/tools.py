@@ -168,7 +168,9 @@ def _backends(*names):
             params.append(pytest.param(Backend(name, dtype), id=f"{name}-{dtype}"))
             continue
         for path in PATHS[:1] if dtype in ("float32", "float64") else CUDA_PATHS:
-            params.append(pytest.param(Backend(name, dtype, path), marks=pytest.mark.gpu, id=f"{path}-{dtype}"))
+            if name in ("cuda", path):
+                backend = Backend("cuda", dtype, path)
+                params.append(pytest.param(backend, marks=pytest.mark.gpu, id=f"{path}-{dtype}"))
     return params
 
 
@@ -505,9 +507,24 @@ def check(backend, q, k, v, dout=None, dlse=None, *, deterministic=False, **opti
 
 
 def expectation(
-    backend, q, k, v, dout=None, dlse=None, *, bias=None, mask=None, alibi_slopes=None, sink=None, **options
+    backend,
+    q,
+    k,
+    v,
+    dout=None,
+    dlse=None,
+    *,
+    bias=None,
+    mask=None,
+    block_mask=None,
+    alibi_slopes=None,
+    sink=None,
+    **options,
 ):
-    """The yardstick for arrays of a backend, on the host."""
+    """The yardstick for arrays of a backend, on the host; of a block mask, that of the dense mask."""
+    if block_mask is not None:
+        dense = block_mask.dense(q.shape[1], k.shape[1])
+        mask = dense if mask is None else mask & dense
     arrays, more = (q, k, v, dout, dlse), {"bias": bias, "alibi_slopes": alibi_slopes, "sink": sink}
     on_gpu = backend.name == "cuda" and math.prod(q.shape[:-1]) * k.shape[-3] > HOST_LOGITS
 

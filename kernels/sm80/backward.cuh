@@ -6,6 +6,7 @@
 // With dropout, P^T in dv and dP^T lack what is dropped and are scaled; P^T in dS^T is whole.
 #pragma once
 
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "any/logits.cuh"
@@ -107,6 +108,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
             tiles = seen.last < seen.first ? 0 : seen.last / kBlockQ - first_tile + 1;
 
   const int first_head = work.head * s.group;
+  const auto of_queries = [&](int head, int first_query) {  // the key tiles that they see
+    return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, head, first_query);
+  };
   const auto load_queries = [&](int stage, int head, int tile) {
     load_tile<kThreads, kAccess>(q_tile(stage), head_of(p.q, work.batch, head, s.seqlen_q, s.head_dim), tile * kBlockQ);
     load_tile<kThreads, kAccess>(dout_tile(stage), head_of(p.dout, work.batch, head, s.seqlen_q, s.head_dim_v),
@@ -118,20 +122,31 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
   for (int t = 0; t < kGradRows / 16; ++t) dk[t].clear(), dv[t].clear();
 
-  int remaining = tiles * s.group;
+  int remaining = tiles * s.group, stage = 0, tile = first_tile, head = first_head;
+  static_assert(!kSpec.blocks || kMaskTile % kBlockK == 0, "the keys have the same blocks");
+  QueryTiles<kSpec.blocks, kBlockQ> shown;
+  if constexpr (kSpec.blocks) {
+    const Range range = {first_tile, first_tile + tiles - 1};
+    shown.begin(p.key_blocks, range, work.batch, first_key, first_head, s.group);
+    remaining = shown.left(), tile = shown.tile, head = shown.head;
+  }
   if (remaining > 0) {
     load_tile<kThreads, kAccess>(k_tile, head_of(p.k, work.batch, work.head, s.seqlen_k, s.head_dim), first_key);
     load_tile<kThreads, kAccess>(v_tile, head_of(p.v, work.batch, work.head, s.seqlen_k, s.head_dim_v), first_key);
-    load_queries(0, first_head, first_tile);
+    load_queries(0, head, tile);
     commit_copies();
-    statistics(0).put(Statistics<kBlockQ>::fetch(p, work.batch, first_head, first_tile * kBlockQ));
+    statistics(0).put(Statistics<kBlockQ>::fetch(p, work.batch, head, tile * kBlockQ));
   }
 
-  int stage = 0, tile = first_tile, head = first_head;
 #pragma unroll 1
   for (; remaining > 0; --remaining) {
     const bool last_of_head = tile == first_tile + tiles - 1;
-    const int next_tile = last_of_head ? first_tile : tile + 1, next_head = last_of_head ? head + 1 : head;
+    int next_tile = last_of_head ? first_tile : tile + 1, next_head = last_of_head ? head + 1 : head;
+    if constexpr (kSpec.blocks) {
+      shown.next(p.key_blocks);
+      next_tile = shown.tile, next_head = shown.head;
+      if (shown.left()) remaining = 2;  // or more
+    }
     const int next_stage = kSpec.stages == 2 ? stage ^ 1 : 0;
     wait_copies<0>();
     __syncthreads();  // this tile has landed, and every warp is done with the previous one and with dS
@@ -150,6 +165,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     const bool keys_exist = first_key + kBlockK <= s.seqlen_k;
     const bool masked = !keys_exist || first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last;
     const auto visible = [&](int key) { return band.queries(key); };
+    const bool in_part = of_queries(head, first_query).in_part(work.tile);
     if constexpr (Change::kAny) {
 #pragma unroll
       for (int t = 0; t < kScoreRows / 16; ++t) {
@@ -171,12 +187,11 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           change.template weigh<T, false>(prob[t], weights[t], slant, minus_lse);
         }
         if (masked) change.hide(prob[t], weights[t], first_row, first_query + score_col, visible);
-        if constexpr (kSpec.mask) {
-          using Items = LogitItems<unsigned char>;
-          const int first_col = first_query + score_col;
-          change.hide_masked(prob[t], weights[t],
-                             Items::of_transposed(p.mask, work.batch, head, first_row, first_col, s));
-        }
+        if constexpr (kSpec.mask)
+          if (in_part)
+            change.hide_masked(prob[t], weights[t],
+                               LogitItems<unsigned char>::of_transposed(p.mask, work.batch, head, first_row,
+                                                                        first_query + score_col, s));
         if constexpr (kSpec.dropout && kSpec.softcap) {
           dropping.mark<Rows::kKeys>(prob[t], first_row, first_query + score_col);
           dropping.drop_marked(prob[t], weights[t].prob);
@@ -262,7 +277,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     };
     if constexpr (kSpec.deterministic) {
       const Range rows = {first_query, min(first_query + kBlockQ, s.seqlen_q) - 1};
-      wait_for_turn(turn(), work.tile - keys_of_any(band, rows).first / kBlockK);
+      const int before = keys_of_any(band, rows).first / kBlockK;
+      wait_for_turn(turn(), of_queries(head, first_query).count({before, work.tile - 1}));
     }
     const int q_blocks = (s.seqlen_q + 15) / 16;
 #pragma unroll

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "any/logits.cuh"
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
@@ -61,7 +62,7 @@ struct Tiles {
   }
 };
 
-template <int kBlockQ, int kBlockK>
+template <bool kBlocks, int kBlockQ, int kBlockK>
 struct Walk {  // through some of them
   const Tiles<kBlockQ, kBlockK>& tiles;
   int64 left;  // of the tiles, with the present one
@@ -90,9 +91,13 @@ struct Walk {  // through some of them
   __device__ __forceinline__ int row() const { return at[kQueries] * kBlockQ; }
   __device__ __forceinline__ int col() const { return at[kKeys] * kBlockK; }
   __device__ __forceinline__ Range rows() const { return {row(), min(row() + kBlockQ, tiles.p.sizes.seqlen_q) - 1}; }
+  // Of the row of a block mask in which it lies.
+  __device__ __forceinline__ ShownTiles<kBlocks, kBlockK> shown() const {
+    return ShownTiles<kBlocks, kBlockK>::of(tiles.p.blocks, at[kBatches], at[kHeads], row());
+  }
   __device__ __forceinline__ bool seen(const Band& band) const {
     const Range keys = keys_of_any(band, rows());
-    return max(keys.first, col()) <= min(keys.last, col() + kBlockK - 1);
+    return max(keys.first, col()) <= min(keys.last, col() + kBlockK - 1) && shown().has(at[kKeys]);
   }
   // Whether the next one is of another tile of dbias, or of another block.
   __device__ __forceinline__ bool ends_sum() const {
@@ -165,7 +170,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Band band(s);
   const ScoreChange<kSpec.softcap, kSpec.alibi, true> change = {p.score, s};
 
-  Walk now(tiles, first, last), next = now;  // next: the next tile that is seen
+  static_assert(!kSpec.blocks || kMaskTile % kBlockQ == 0, "the rows have the same blocks");
+  Walk<kSpec.blocks, kBlockQ, kBlockK> now(tiles, first, last), next = now;  // next: the next tile that is seen
   while (next.left > 0 && !next.seen(band)) next.next();
   bool new_rows = true, new_keys = true;  // whether it lacks what the tile before had
   const auto load_scores = [&] {
@@ -207,6 +213,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       const bool masked =
           block_row + kBlockQ > s.seqlen_q || block_col < by_all.first || block_col + kBlockK - 1 > by_all.last;
       const auto visible = [&](int row) { return row < s.seqlen_q ? band.keys(row) : Range{0, -1}; };
+      const bool in_part = now.shown().in_part(now.at[kKeys]);
       const float slope = change.slope(batch, head);
       const Dropping dropping = {p.dropout, batch, head};
 #pragma unroll
@@ -226,7 +233,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
                                  [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)) - lse[i / 2]; });
         if (masked) prob[t].hide(row, first_col, -kInfinity, visible);
         if constexpr (kSpec.mask)
-          hide_masked(prob[t], LogitItems<unsigned char>::of(p.mask, batch, head, row, first_col, s));
+          if (in_part) hide_masked(prob[t], LogitItems<unsigned char>::of(p.mask, batch, head, row, first_col, s));
 #pragma unroll
         for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll

@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
 
   extern __shared__ __align__(1024) char shared[];
   using TileLogits = typename Tiles::TileLogits;
+  static_assert(!kSpec.blocks || !TileLogits::kAny, "their tiles come for all keys");
   __shared__ uint64 barriers[Tiles::kBarriers + TileLogits::kBarriers];
   __shared__ Job jobs[kSpec.stages];
   __shared__ Alibi alibis[kSpec.stages];

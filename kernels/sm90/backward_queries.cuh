@@ -4,6 +4,7 @@
 //   S = q k^T    P = exp(scale S - lse)    dP = dout v^T    dS = P (dP - delta)    dq += dS k
 #pragma once
 
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
@@ -25,6 +26,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
 
   extern __shared__ __align__(1024) char shared[];
+  static_assert(!kSpec.blocks || !GroupLogits::kAny, "their tiles come for all keys");
   __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV) + kGroups * GroupLogits::kBarriers];
   const uint32 q_base = first_tile(shared), dout_base = q_base + kGroups * kQBytes;
   const uint32 k_base = dout_base + kGroups * kDoutBytes, v_base = k_base + kSlots * kKBytes;
@@ -50,6 +52,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   const Band band(s);
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
   const Change change = {p.score, s};
+  const auto shown_to = [&](const Work& work) {
+    return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, work.head, work.tile * kBlockQ);
+  };
   Works works(p.queries, s, blockIdx.x, gridDim.x, true);
 
   if (copies) {
@@ -74,18 +79,20 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
       const Work& work = works.work;
       const int first_query = work.tile * kBlockQ, head_k = work.head / s.group;
       const Range tiles = tiles_of(band, first_query, kBlockQ, kBlockK);
-      if (tiles.last < tiles.first) continue;
+      const auto shown = shown_to(work);
+      const int first_tile = shown.up(tiles.first, tiles.last);
+      if (tiles.last < first_tile) continue;
       const uint32 q_full = q_ring.acquire(kGroups * kQBytes);
 #pragma unroll
       for (int i = 0; i < kGroups; ++i)
         copy_tile<64, kDim>(q_base + i * kQBytes, p.q_map, q_full, first_query + 64 * i, work.head, work.batch);
       q_ring.advance();
 #pragma unroll 1
-      for (int tile = tiles.first; tile <= tiles.last; ++tile) {
+      for (int tile = first_tile; tile <= tiles.last; tile = shown.up(tile + 1, tiles.last)) {
         copy_tile<kBlockK, kDim>(k_base + k_ring.slot() * kKBytes, p.k_map, k_ring.acquire(kKBytes), tile * kBlockK,
                                  head_k, work.batch);
         k_ring.advance();
-        if (tile == tiles.first) {
+        if (tile == first_tile) {
           const uint32 dout_full = dout_ring.acquire(kGroups * kDoutBytes);
 #pragma unroll
           for (int i = 0; i < kGroups; ++i)
@@ -210,16 +217,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
         delta[half] = p.delta.at(work.batch, work.head)[row * p.delta.row];
       }
     }
-    if (tiles.last >= tiles.first) {
+    const auto shown = shown_to(work);
+    const int first_tile = shown.up(tiles.first, tiles.last);
+    if (tiles.last >= first_tile) {
       q_ring.wait();
       k_ring.wait();
       issue_scores(0);
       dout_ring.wait();
       v_ring.wait();
       issue_products();
-      finish_tile(tiles.first, tiles.first == tiles.last);
+      finish_tile(first_tile, shown.is_last(first_tile, tiles.last));
 #pragma unroll 1
-      for (int tile = tiles.first + 1; tile <= tiles.last; ++tile) {
+      for (int tile = shown.up(first_tile + 1, tiles.last); tile <= tiles.last; tile = shown.up(tile + 1, tiles.last)) {
         issue_dq();  // of the tile before
         issue_scores(1);
         wgmma_wait<1>();  // dq is there: dP gets the registers of the weights
@@ -227,7 +236,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
         k_ring.advance();
         v_ring.wait();
         issue_products();
-        finish_tile(tile, tile == tiles.last);
+        finish_tile(tile, shown.is_last(tile, tiles.last));
       }
       dout_ring.release();
       issue_dq();

@@ -3,6 +3,7 @@
 // the products of the next tile with the softmax of this one, and take turns at the tensor cores.
 #pragma once
 
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
@@ -26,6 +27,7 @@ struct HopperForwardParams {
   Score score;
   Sink sink;
   Dropout dropout;
+  BlockMask blocks;
   LogitMap bias, mask;
 };
 
@@ -43,7 +45,10 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr bool kStaged = kSpec.staged();
   using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
   static_assert(!GroupLogits::kAny || kTeams == 1, "a warp is left to copy them");
+  static_assert(!kSpec.blocks || !GroupLogits::kAny, "their tiles come for all keys");
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
+  static_assert(!kSpec.blocks || !kSpec.packed && kMaskTile % (64 * kCluster * kGroups) == 0,
+                "the rows of a tile have the same blocks");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
@@ -82,6 +87,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
+  const auto shown_to = [&](const Work& work) {
+    return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, work.head, work.tile * block_q);
+  };
   Works works(p.order, s, blockIdx.x / kCluster * kTeams + team, gridDim.x / kCluster * kTeams);
 
   if (copies) {
@@ -113,11 +121,22 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
           ring.advance();
         };
         // The scores of a tile come before the product of the one before it: K0 K1 V0 K2 V1 ...
-        if (tiles.last >= tiles.first) load_k(tiles.last);
-        load_q();
+        if constexpr (kSpec.blocks) {
+          const auto shown = shown_to(work);
+          int before = shown.down(tiles.last, tiles.first);
+          if (before >= tiles.first) load_k(before);
+          load_q();
 #pragma unroll 1
-        for (int tile = tiles.last - 1; tile >= tiles.first; --tile) load_k(tile), load_v(tile + 1);
-        if (tiles.last >= tiles.first) load_v(tiles.first);
+          for (int tile; (tile = shown.down(before - 1, tiles.first)) >= tiles.first; before = tile)
+            load_k(tile), load_v(before);
+          if (before >= tiles.first) load_v(before);
+        } else {  // in words of its own, for the compiler makes more of them
+          if (tiles.last >= tiles.first) load_k(tiles.last);
+          load_q();
+#pragma unroll 1
+          for (int tile = tiles.last - 1; tile >= tiles.first; --tile) load_k(tile), load_v(tile + 1);
+          if (tiles.last >= tiles.first) load_v(tiles.first);
+        }
       }
     } else if (stores) {
       prefetch_map(p.out_map);
@@ -283,7 +302,13 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
     seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
-    const Range own = first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
+    // With a block mask all groups compute what one of them sees: it shows them the same.
+    const Range own = kSpec.blocks || first_query < s.seqlen_q
+                          ? tiles_of(band, kSpec.blocks ? work.tile * block_q : first_query,
+                                     kSpec.blocks ? block_q : queries, kBlockK)
+                          : Range{0, -1};
+    const auto shown = shown_to(work);
+    const int first_tile = shown.down(own.last, own.first);
     const int before = tiles.last - own.last,
               after = own.first - tiles.first;  // tiles of others, from the last one down
     softmax = {};
@@ -293,7 +318,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       for (int half = 0; half < 2; ++half)
         slope[half] = change.slope(work.batch, head_of_row(work, warp_row + out[0].row(half)));
     q_ring.wait(group);
-    if (own.last >= own.first) {
+    if (first_tile >= own.first) {
       sit_out(before, true);
       ring.wait();
       turns.wait();
@@ -303,10 +328,11 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       ring.release();
       ring.advance();
       if (before > 0) skip(1);
-      weigh(own.last);
+      weigh(first_tile);
       round_weights();
 #pragma unroll 1
-      for (int tile = own.last - 1; tile >= own.first; --tile) {
+      for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
+           tile = shown.down(tile - 1, own.first)) {
         ring.wait();
         turns.wait();
         issue_scores();
@@ -333,7 +359,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       if (after > 0) skip(1);
     } else {
       works.next();
-      if (tiles.last >= tiles.first) sit_out(tiles.last - tiles.first + 1, true), skip(1);
+      if (!kSpec.blocks && tiles.last >= tiles.first) sit_out(tiles.last - tiles.first + 1, true), skip(1);
     }
     finish(work);
   }
