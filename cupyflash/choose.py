@@ -273,7 +273,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     else:
         first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
     spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
-    return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
+    return Variant("sm80/forward.cuh", "forward", problem.dtype, spec, problem.mods)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -295,7 +295,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     if problem.dropout or any(_change(problem)) and (packed or access < 16):
         tiling, packed = tiling_and_packed(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)
     spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem))
-    return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
+    return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
 
 
 def _packing_pays(problem: Problem, groups: int) -> bool:
@@ -324,7 +324,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     if reads:
         first = BACKWARD_SPARE | BACKWARD_LOGITS
     spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
-    return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
+    return Variant("sm80/backward.cuh", "backward", problem.dtype, spec, problem.mods)
 
 
 def split(problem: Problem) -> bool:

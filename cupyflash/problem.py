@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .mods import Mods
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -32,6 +34,7 @@ class Problem:
     dropout: float = 0.0  # a multiple of 2**-32
     bias: str | None = None  # dtype of the bias that is given
     mask: bool = False  # a mask is given
+    mods: Mods | None = None  # functions of the user
 
     @property
     def group(self) -> int:

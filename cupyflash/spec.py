@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from .mods import Mods
+
 BIAS_TYPES = (None, "float16", "bfloat16", "float32")  # BiasType in kernels/any/logits.cuh
 
 
@@ -250,8 +252,10 @@ class Variant:
     template: str  # "forward"
     dtype: str  # "float16" or "bfloat16"
     spec: Spec
+    mods: Mods | None = None  # functions of the user
 
     @property
     def expression(self) -> str:
         """The C++ expression that names the instantiation."""
-        return f"cupyflash::{self.template}<cupyflash::{self.dtype}, {self.spec.cpp()}>"
+        mods = ", cupyflash::mod::UserMods" if self.mods else ""
+        return f"cupyflash::{self.template}<cupyflash::{self.dtype}, {self.spec.cpp()}{mods}>"
