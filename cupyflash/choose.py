@@ -127,6 +127,13 @@ HOPPER_FORWARD = {
 }
 # The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
+# The same for functions of the user that read an array for every score: all reads of a tile are under way together.
+HOPPER_FORWARD_READS = {
+    64: ((128, 1, 1, 2, 4, 6),) * 4,
+    96: ((64, 1, 1, 2, 4, 6),) * 4,
+    128: ((64, 1, 1, 2, 4, 8),) * 4,
+    192: ((64, 1, 1, 2, 4, 5),) * 4,
+}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -268,8 +275,8 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
 
     if problem.bias or problem.mask:
         first = FORWARD_LOGITS
-    elif any(_change(problem)):
-        first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
+    elif problem.mods or any(_change(problem)):
+        first = FORWARD_DROPPED if problem.dropout or problem.mods else FORWARD_CHANGED
     else:
         first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
     spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
@@ -292,10 +299,20 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         return tiling, access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
 
     tiling, packed = tiling_and_packed(HOPPER_FORWARD)
-    if problem.dropout or any(_change(problem)) and (packed or access < 16):
+    changed = problem.mods is not None or any(_change(problem))
+    if problem.mods and problem.mods.reads:
+        tiling, packed = tiling_and_packed(HOPPER_FORWARD_READS)
+    elif problem.dropout or changed and (packed or access < 16):
         tiling, packed = tiling_and_packed(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)
     spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem))
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
+
+
+def reads_elsewhere(problem: Problem) -> bool:
+    """Whether the forward must take the portable kernel: Hopper's has no registers left for what functions read."""
+    return bool(problem.mods and problem.mods.reads) and max(problem.head_dim, problem.head_dim_v) > max(
+        HOPPER_FORWARD_READS
+    )
 
 
 def _packing_pays(problem: Problem, groups: int) -> bool:
@@ -318,8 +335,9 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
         return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
     reads = problem.bias is not None or problem.mask
-    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads)
-    spare = problem.dropout or access < 16 and any(_change(problem))
+    changed = problem.mods is not None or any(_change(problem))
+    plain = not (deterministic or access < 16 or capability >= 100 or changed or reads)
+    spare = problem.dropout or problem.mods or access < 16 and changed
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
     if reads:
         first = BACKWARD_SPARE | BACKWARD_LOGITS
@@ -339,7 +357,7 @@ def split(problem: Problem) -> bool:
 def drops_elsewhere(problem: Problem) -> bool:
     """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout."""
     wide = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
-    return problem.dropout > 0 and (wide or problem.softcap is not None or problem.alibi)
+    return problem.dropout > 0 and (wide or problem.softcap is not None or problem.alibi or problem.mods is not None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -352,7 +370,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
     spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2])
-    return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
+    return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec, problem.mods)
 
 
 def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> bool:
@@ -376,8 +394,8 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
     keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, *_change(problem))
     queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, *_change(problem))
     return (
-        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
-        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),
+        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys, problem.mods),
+        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries, problem.mods),
     )
 
 

@@ -155,9 +155,7 @@ def _build(variant: Variant):
     check_target(variant, int(device.compute_capability), target)
     start = time.perf_counter()
     try:
-        module = cupy.RawModule(
-            code=code(variant), options=options(variant), name_expressions=(variant.expression,)
-        )
+        module = cupy.RawModule(code=code(variant), options=options(variant), name_expressions=(variant.expression,))
         built = module.get_function(variant.expression)
     except cupy.cuda.compiler.CompileException as error:
         raise _error(variant, target, error) from error

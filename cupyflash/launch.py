@@ -33,6 +33,7 @@ from .structs import (
     fill_score,
     sizes,
     steps,
+    zeros,
 )
 
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
@@ -79,14 +80,17 @@ class Plan:
     idle: list = field(default_factory=list)  # copies of the struct that no call uses, each with its argument list
 
     @classmethod
-    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=()) -> Plan:
-        slots = tuple(
-            params.dtype.fields[name][1] // 8 + (tensor_map.address_word() if params.dtype[name] == MAP else 0)
-            for name in names
-        )
+    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], mods, workspace=()) -> Plan:
+        slots = []
+        for name in names:
+            if name != "mods":
+                is_map = params.dtype[name] == MAP
+                slots.append(params.dtype.fields[name][1] // 8 + (tensor_map.address_word() if is_map else 0))
+            elif mods:
+                slots += [params.dtype.fields[name][1] // 8 + slot for slot in mods.slots]
         kernels = tuple(launch.kernel for launch in launches)
         calls = tuple(launch.call for launch in launches)
-        return cls(calls, kernels, params.view(np.uint64), slots, workspace)
+        return cls(calls, kernels, params.view(np.uint64), tuple(slots), workspace)
 
     def run(self, *pointers: int) -> None:
         # What CuPy does for any kernel and any arguments, in a fraction of the time.
@@ -107,21 +111,27 @@ class Plan:
         self.idle.append((words, arguments, address))
 
 
-def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None) -> None:
-    """Write ``out`` and, unless it is None, ``lse``. ``bias`` and ``mask`` have the shape of the logits."""
+def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None, given=None) -> None:
+    """Write ``out`` and, unless it is None, ``lse``.
+
+    ``bias`` and ``mask`` have the shape of the logits; `given` has the functions of the user.
+    """
     if problem.scale < 0:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
-        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed, bias, mask)
+        positive = replace(problem, scale=-problem.scale)
+        return forward(positive, negated, k, v, out, lse, slopes, sink, seed, bias, mask, given)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
     rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink, bias, mask)])
     device = cupy.cuda.runtime.getDevice()
-    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, out.itemsize)
+    captured = given.captured() if given else ()
+    layouts = tuple([_layout(x) for x in captured])
+    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, layouts, out.itemsize)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink, bias, mask))
-    plan.run(*pointers, seed, _pointer(bias), _pointer(mask))
+        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink, bias, mask, captured))
+    plan.run(*pointers, seed, *map(_word, captured), _pointer(bias), _pointer(mask))
 
 
 def backward(
@@ -144,25 +154,32 @@ def backward(
     bias=None,
     mask=None,
     dbias=None,
+    given=None,
+    gradients=None,
 ) -> None:
     """Write ``dq``, ``dk``, ``dv`` and, unless it is None, ``dsink``, which is contiguous.
 
-    No kernel computes ``dbias`` yet: ``checks`` lets no bias pass.
+    And the ``gradients`` of what the functions `given` captured, in the order of ``Mods.tracked``. No kernel computes
+    ``dbias`` yet: ``checks`` lets no bias pass.
     """
     arrays = (q, k, v, dout, out, dq, dk, dv)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
-    more = tuple([None if x is None else x.strides for x in (slopes, sink, bias, mask)])
+    captured = given.captured() if given else []
+    sums = [cupy.zeros(x.shape, np.float32) for x in (gradients or {}).values()]
+    captured += sums
+    more = tuple([None if x is None else x.strides for x in (slopes, sink, bias, mask)] + [*map(_layout, captured)])
     key = (problem, device, layouts, more, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic))
+        options = slopes, sink, bias, mask, captured
+        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, *options, deterministic))
     statistics, sum_size, turns = plan.workspace
     delta = cupy.empty(statistics, np.float32)
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
     turn = cupy.zeros(turns, np.uint32) if turns else None
-    keep_for_graph(delta, dq_sum, turn)
+    keep_for_graph(delta, dq_sum, turn, *sums)
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
@@ -176,12 +193,24 @@ def backward(
         seed,
         _pointer(bias),
         _pointer(mask),
+        *map(_word, captured),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
     )
+    for gradient, total in zip((gradients or {}).values(), sums):
+        gradient[...] = total
 
 
 def _pointer(x) -> int:
     return 0 if x is None else x.data.ptr
+
+
+def _word(x) -> int:
+    """Of a captured value."""
+    return x if isinstance(x, int) else x.data.ptr
+
+
+def _layout(x):
+    return None if isinstance(x, int) else (x.shape, x.strides)
 
 
 def keep_for_graph(*temporaries) -> None:
@@ -240,21 +269,23 @@ def _forward_sizes(problem: Problem, packed: int = 1):
     return sizes(problem, section)
 
 
-def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
+def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask, captured=()) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90" and bias is mask is None:
-        plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink)
-    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
+    if path == "sm90" and bias is mask is None and not choose.reads_elsewhere(problem):
+        plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink, captured)
+    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask, captured)
 
 
-def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
+def _plan_portable_forward(
+    device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask, captured
+) -> Plan:
     float32_out = out.dtype == np.float32
     access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
     variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
-    params = np.zeros(1, FORWARD_PARAMS)
+    params = zeros(FORWARD_PARAMS, problem.mods, captured)
     params["sizes"] = _forward_sizes(problem)
     for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
         fill(params, name, x)
@@ -263,10 +294,10 @@ def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slo
     fill_dropout(params, problem)
     fill_logits(params, "bias", bias)
     fill_logits(params, "mask", mask)
-    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS, problem.mods)
 
 
-def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink) -> Plan | None:
+def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, captured) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k or v."""
     if not all(map(tensor_map.possible, (q, k, v))):
         return None
@@ -281,7 +312,7 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
     target = "out_map" if spec.staged else "out"
     if spec.staged:
         boxes["out_map"] = (out, queries, group)
-    params = np.zeros(1, HOPPER_FORWARD_PARAMS)
+    params = zeros(HOPPER_FORWARD_PARAMS, problem.mods, captured)
     for name, (x, rows, heads) in boxes.items():
         words = tensor_map.encode(x, problem.dtype, rows, heads)
         if words is None:
@@ -298,7 +329,7 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
     fill(params, "sink", sink)
     fill_dropout(params, problem)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
-    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score", "sink", "dropout"))
+    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score", "sink", "dropout", "mods"), problem.mods)
 
 
 def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple, int]:
@@ -309,27 +340,30 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
     return (heads, tiles, runs, all_runs, paired), all_runs
 
 
-def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool) -> Plan:
+def _plan_backward(
+    problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, captured, deterministic: bool
+) -> Plan:
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
     if path == "sm90" and bias is mask is None and not choose.drops_elsewhere(problem):
         if choose.split(problem):
-            plan = _plan_split_backward(device, problem, arrays, lse, dlse, slopes, sink)
+            plan = _plan_split_backward(device, problem, arrays, lse, dlse, slopes, sink, captured)
         else:
-            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, slopes, sink, deterministic)
-    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic)
+            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, slopes, sink, captured, deterministic)
+    options = slopes, sink, bias, mask, captured
+    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, *options, deterministic)
 
 
 def _plan_portable_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, captured, deterministic: bool
 ) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
-    params = np.zeros(1, BACKWARD_PARAMS)
+    params = zeros(BACKWARD_PARAMS, problem.mods, captured)
     _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
     fill_logits(params, "bias", bias)
     fill_logits(params, "mask", mask)
@@ -343,7 +377,7 @@ def _plan_portable_backward(
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
     workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns)
-    return Plan.of(launches, params, BACKWARD_POINTERS, workspace)
+    return Plan.of(launches, params, BACKWARD_POINTERS, problem.mods, workspace)
 
 
 def _backward_section(problem: Problem, share: int = L2_SHARE) -> int:
@@ -380,7 +414,7 @@ def _statistic_rows(problem: Problem) -> int:
 
 
 def _plan_hopper_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, deterministic: bool
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, captured, deterministic: bool
 ) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout."""
     *copied, out, dq, dk, dv = arrays
@@ -389,7 +423,7 @@ def _plan_hopper_backward(
     main = choose.hopper_backward(problem, _access(problem, (dq, dk, dv)), deterministic)
     before = choose.before_backward(main, out.dtype == np.float32, _access(problem, (copied[-1], out)))
     spec = main.spec
-    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    params = zeros(HOPPER_BACKWARD_PARAMS, problem.mods, captured)
     rows = (spec.block_q, spec.block_k, spec.block_k, spec.block_q)
     if not _fill_maps(params, problem, copied, rows):
         return None
@@ -409,9 +443,9 @@ def _plan_hopper_backward(
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
     )
-    sum_size = _dq_sum_size(problem, spec)
     turns = 1 + pairs_q * -(-problem.seqlen_q // 16) if deterministic else 0
-    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * 2 * _statistic_rows(problem), sum_size, turns))
+    workspace = (pairs_q * 2 * _statistic_rows(problem), _dq_sum_size(problem, spec), turns)
+    return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, workspace)
 
 
 def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[int, ...]) -> bool:
@@ -424,7 +458,9 @@ def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[i
     return True
 
 
-def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> Plan | None:
+def _plan_split_backward(
+    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, captured
+) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v or dout.
 
     No sum depends on the order in which blocks run, so that every call is deterministic.
@@ -432,7 +468,7 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     *copied, out, dq, dk, dv = arrays
     if not all(map(tensor_map.possible, copied)):
         return None
-    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    params = zeros(HOPPER_BACKWARD_PARAMS, problem.mods, captured)
     if not _fill_maps(params, problem, copied, (64, 64, 64, 64)):
         return None
     keys, queries = choose.hopper_split_backward(problem, _access(problem, (dq, dk, dv)))
@@ -452,7 +488,7 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
         Launch.of(queries, min(most, runs_q)),
         *_launch_sink(problem, before),
     )
-    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
+    return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, (pairs_q * problem.seqlen_q, 0, 0))
 
 
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> None:

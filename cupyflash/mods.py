@@ -305,6 +305,14 @@ class Mod:
             f'#line 1 "{self.argument}"\n{text}\n#line 1 "after {self.argument}"\n{after}}}\n'
         )
 
+    @property
+    def reads(self) -> bool:
+        """Whether it reads an array at an index that is not the same for a whole head."""
+        same = {"b", "h"} | {capture.name for capture in self.captures if not capture.axes}
+        arrays = "|".join(capture.name for capture in self.captures if capture.axes)
+        indices = re.findall(rf"\b(?:{arrays})\s*\[([^\]]*)", self.text) if arrays else []
+        return any(set(re.findall(r"[A-Za-z_]\w*", index)) - same for index in indices)
+
     def pick(self, prefix: str, at: Callable = lambda member, capture: member) -> str:
         """The captured members as arguments."""
         return "".join(f", {at(f'{prefix}{n}', capture)}" for n, capture in enumerate(self.captures))
@@ -339,6 +347,11 @@ class Mods:
     def tracked(self) -> tuple[Capture, ...]:
         """The captured arrays whose gradients are wanted."""
         return tuple(c for c in self.score.captures if c.name in self.score.gradients) if self.score else ()
+
+    @property
+    def reads(self) -> bool:
+        """Whether a kernel needs registers for what is read for every score."""
+        return any(mod.reads for mod in (self.score, self.mask) if mod)
 
     @cached_property
     def slots(self) -> tuple[int, ...]:

@@ -684,5 +684,5 @@ def test_too_many_blocks(gpu):
     many = np.broadcast_to(one, (1 << 16, 1, 1 << 15, 64), subok=True)
     with pytest.raises(ValueError, match="exceeds the 2147483647 blocks of a launch; split the batch"):
         launch._plan_forward(
-            Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0), many, many, many, many, None, None, None
+            Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0), *[many] * 4, *[None] * 5
         )

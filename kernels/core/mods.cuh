@@ -69,56 +69,49 @@ struct alignas(8) Captured {
     static_assert(sizeof...(indices) == kAxes, "an index for each axis");
     int64 offset = 0;
     int axis = 0;
-    ((offset += int64(indices) * strides[axis++]), ...);
+    ((offset += term(indices, strides[axis++])), ...);
     return offset;
   }
+  __device__ __forceinline__ static int64 term(int64 index, int stride) { return index * stride; }
+  __device__ __forceinline__ static int64 term(int index, int stride) { return int64(indivisible(index)) * stride; }
   template <class... Indices>
   __device__ __forceinline__ auto operator()(Indices... indices) const {
     return Items<T>::load(data + offset(indices...));
   }
 };
 
-// at(j, i): the place of x[j][i] of a fragment; where it does not exist, unless all do, that of the last one that does.
-template <Rows kRows, bool kInside>
-struct At {
-  using Dual = mod::Dual;
-  const Element (&first)[2];
-
-  __device__ __forceinline__ Element operator()(int j, int i) const {
-    Element place = first[i / 2];
-    int& col = kRows == Rows::kQueries ? place.j : place.i;
-    col += 8 * j + i % 2;
-    if (!kInside) col = ::min(col, (kRows == Rows::kQueries ? place.seqlen_k : place.seqlen_q) - 1);
-    return place;
-  }
-};
-
 // Where the scores belong that a lane holds of a fragment of kCols columns, which begins at (row, col).
 template <Rows kRows, int kCols>
 struct Places {
-  Element first[2];  // of both rows
-  bool inside;       // all columns exist
+  Element of[2];  // of both rows, but for the column
+  int col;        // the lane's first
+  bool inside;    // all columns exist
 
   __device__ __forceinline__ static Places from(const Sizes& s, int batch, int head, int row, int col) {
+    return from(s, batch, col, [&](int) { return head; }, [&](int half) { return row + Accumulator<8>::row(half); });
+  }
+  // `head(half)` and `row(half)` of both rows.
+  template <class Head, class Row>
+  __device__ __forceinline__ static Places from(const Sizes& s, int batch, int col, Head head, Row row) {
     constexpr bool kQueries = kRows == Rows::kQueries;
     Places places;
     places.inside = col + kCols <= (kQueries ? s.seqlen_k : s.seqlen_q);
-    col += Accumulator<8>::col();
+    places.col = col + Accumulator<8>::col();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int own = row + Accumulator<8>::row(half);
-      places.first[half] = {batch,
-                            head,
-                            kQueries ? ::min(own, s.seqlen_q - 1) : col,
-                            kQueries ? col : ::min(own, s.seqlen_k - 1),
-                            s.seqlen_q,
-                            s.seqlen_k};
+      const int own = ::min(row(half), (kQueries ? s.seqlen_q : s.seqlen_k) - 1);
+      places.of[half] = {batch, head(half), kQueries ? own : 0, kQueries ? 0 : own, s.seqlen_q, s.seqlen_k};
     }
     return places;
   }
+  // That of x[j][i]. Where it does not exist, unless all do, that of the last one that does.
   template <bool kInside>
-  __device__ __forceinline__ At<kRows, kInside> at() const {
-    return {first};
+  __device__ __forceinline__ Element at(int j, int i) const {
+    Element place = of[i / 2];
+    int own = col + 8 * j + i % 2;
+    if (!kInside) own = ::min(own, (kRows == Rows::kQueries ? place.seqlen_k : place.seqlen_q) - 1);
+    (kRows == Rows::kQueries ? place.j : place.i) = own;
+    return place;
   }
 };
 
@@ -129,6 +122,11 @@ __device__ __forceinline__ Number changed(const Mods& mods, Number x, const Elem
   if constexpr (Mods::kMask)
     if (!mods.visible(at)) x = Number(-kInfinity);
   return x;
+}
+// And the derivative, where that of the score is `tangent`.
+template <class Mods>
+__device__ __forceinline__ Dual changed(const Mods& mods, float x, float tangent, const Element& at) {
+  return changed(mods, Dual{x, tangent}, at);
 }
 
 }  // namespace mod

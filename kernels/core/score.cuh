@@ -109,18 +109,18 @@ struct ScoreChange {
   __device__ __forceinline__ void apply_mods(Accumulator<kCols>& x, const Slant& slant, const Mods& mods,
                                              const Places& places, Bias bias) const {
     if (places.inside)
-      apply_at<kPart>(x, slant, mods, places.template at<true>(), bias);
+      apply_at<true, kPart>(x, slant, mods, places, bias);
     else
-      apply_at<kPart>(x, slant, mods, places.template at<false>(), bias);
+      apply_at<false, kPart>(x, slant, mods, places, bias);
   }
   // `minus_lse(j, i)` is minus the lse.
   template <class T, bool kTight, int kPart = 2, int kCols, class Places, class Bias, class Lse>
   __device__ __forceinline__ void weigh_mods(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
                                              const Mods& mods, const Places& places, Bias bias, Lse minus_lse) const {
     if (places.inside)
-      weigh_at<T, kTight, kPart>(x, rounded, slant, mods, places.template at<true>(), bias, minus_lse);
+      weigh_at<true, T, kTight, kPart>(x, rounded, slant, mods, places, bias, minus_lse);
     else
-      weigh_at<T, kTight, kPart>(x, rounded, slant, mods, places.template at<false>(), bias, minus_lse);
+      weigh_at<false, T, kTight, kPart>(x, rounded, slant, mods, places, bias, minus_lse);
   }
 
   // After it, what `visible(row)`, a Range of columns, leaves out -> 0.
@@ -149,24 +149,26 @@ struct ScoreChange {
   }
 
  private:
-  template <int kPart, int kCols, class At, class Bias>
-  __device__ __forceinline__ void apply_at(Accumulator<kCols>& x, const Slant& slant, const Mods& mods, At at,
+  template <bool kInside, int kPart, int kCols, class Places, class Bias>
+  __device__ __forceinline__ void apply_at(Accumulator<kCols>& x, const Slant& slant, const Mods& mods, Places places,
                                            Bias bias) const {
     each<kPart>(x, slant, bias, [&](int j, const float (&logit)[4], const float (&)[4]) {
+      if (j % kPart == 0) places.col = opaque(places.col);  // what the function reads there is not read ahead of all
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x.x[j][i] = changed(mods, logit[i], at(j, i));
+      for (int i = 0; i < 4; ++i) x.x[j][i] = changed(mods, logit[i], places.template at<kInside>(j, i));
     });
   }
   // A weight of 0 has no gradient, whatever the derivative is there.
-  template <class T, bool kTight, int kPart, int kCols, class At, class Bias, class Lse>
+  template <bool kInside, class T, bool kTight, int kPart, int kCols, class Places, class Bias, class Lse>
   __device__ __forceinline__ void weigh_at(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
-                                           const Mods& mods, At at, Bias bias, Lse minus_lse) const {
+                                           const Mods& mods, Places places, Bias bias, Lse minus_lse) const {
     each<kPart>(x, slant, bias, [&](int j, const float (&logit)[4], const float (&derivative)[4]) {
+      if (j % kPart == 0) places.col = opaque(places.col);
       float (&p)[4] = x.x[j];
       float tangent[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const auto y = changed(mods, typename At::Dual{logit[i], derivative[i]}, at(j, i));
+        const auto y = changed(mods, logit[i], derivative[i], places.template at<kInside>(j, i));
         p[i] = exp2f(fmaf(y.value, kNatural ? kLog2E : 1.f, minus_lse(j, i))), tangent[i] = y.tangent;
       }
       if constexpr (kDerived) {

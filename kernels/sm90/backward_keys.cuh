@@ -9,6 +9,7 @@
 
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
+#include "core/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -212,8 +213,9 @@ __device__ __forceinline__ void accumulate(Left& left, Right& right, Accumulator
   right.release();
 }
 
-template <class T, HopperKeysSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_constant__ HopperBackwardParams p) {
+template <class T, HopperKeysSpec kSpec, class Mods = NoMods>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_keys(const __grid_constant__ Modified<HopperBackwardParams, Mods> p) {
   using Queries = Side<T, kSpec.head_dim, kSpec.kept, kSpec.slots>;
   using Douts = Side<T, kSpec.head_dim_v, kSpec.kept, kSpec.slots_dout>;
   extern __shared__ __align__(1024) char shared[];
@@ -234,7 +236,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
 
   const Sizes& s = p.sizes;
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   static_assert(!kSpec.dropout || !Change::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   Works works(p.keys, s, blockIdx.x, gridDim.x, false);
@@ -297,13 +299,20 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         };
         Weights<kTile> rounded;
         if constexpr (Change::kAny) {
-          if (kSpec.alibi && tile == tiles.first) slope = change.slope(work.batch, head++);
+          if ((kSpec.alibi || Change::kModded) && tile == tiles.first) slope = change.slope(work.batch, head++);
           const Slant slant = change.slant(
               first_query, [&](int half) { return first_key + warp_row + prob.row(half) - p.score.diagonal; },
               [&](int) { return slope; });
           constexpr int kPart = kSpec.access == 16 ? 2 : 1;  // the narrow stores take registers
-          change.template weigh<T, true, kPart>(prob, rounded, slant,
-                                                [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; });
+          const auto minus_lse = [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; };
+          if constexpr (Change::kModded) {
+            const auto places =
+                mod::Places<Rows::kKeys, kTile>::from(s, work.batch, head - 1, first_key + warp_row, first_query);
+            change.template weigh_mods<T, true, kPart>(
+                prob, rounded, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+          } else {
+            change.template weigh<T, true, kPart>(prob, rounded, slant, minus_lse);
+          }
           if (masked) change.hide(prob, rounded, first_key + warp_row, first_query, visible);
         } else {
           if (masked) prob.hide(first_key + warp_row, first_query, hidden_score(s), visible);
@@ -316,7 +325,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         }
         if constexpr (kSpec.dropout)
           Dropping{p.dropout, work.batch, head}.template mark<Rows::kKeys>(prob, first_key + warp_row, first_query);
-        if constexpr (kSpec.softcap) {
+        if constexpr (Change::kDerived) {
 #pragma unroll
           for (int step = 0; step < kTile / 16; ++step)
 #pragma unroll

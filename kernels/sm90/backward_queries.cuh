@@ -6,6 +6,7 @@
 
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
+#include "core/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -16,8 +17,9 @@
 
 namespace cupyflash {
 
-template <class T, HopperQueriesSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __grid_constant__ HopperBackwardParams p) {
+template <class T, HopperQueriesSpec kSpec, class Mods = NoMods>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_queries(const __grid_constant__ Modified<HopperBackwardParams, Mods> p) {
   constexpr int kGroups = 2, kBlockQ = 64 * kGroups, kBlockK = 64, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
   constexpr int kQBytes = tile_bytes(64, kDim), kDoutBytes = tile_bytes(64, kDimV);  // of a group
@@ -41,7 +43,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   Sizes s = p.sizes;
   s.section *= s.group;  // counts query heads here
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   const Change change = {p.score, s};
   Works works(p.queries, s, blockIdx.x, gridDim.x, true);
 
@@ -123,7 +125,15 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
           first_key, [&](int half) { return first_query + warp_row + prob.row(half) + p.score.diagonal; },
           [&](int) { return slope; });
       Weights<kBlockK> none;
-      change.template weigh<T, false>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
+      const auto minus_lse = [&](int, int i) { return -lse[i / 2]; };
+      if constexpr (Change::kModded) {
+        const auto places = mod::Places<Rows::kQueries, kBlockK>::from(s, works.work.batch, works.work.head,
+                                                                       first_query + warp_row, first_key);
+        change.template weigh_mods<T, false>(
+            prob, none, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+      } else {
+        change.template weigh<T, false>(prob, none, slant, minus_lse);
+      }
       if (masked) prob.hide(first_query + warp_row, first_key, 0.f, visible);
     } else {
       if (masked) prob.hide(first_query + warp_row, first_key, hidden_score(s), visible);
