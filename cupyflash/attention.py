@@ -402,6 +402,11 @@ def attention_backward(
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_backward, home.gpu, options, views)
+        if home.gpu and deterministic and plan.captured:
+            raise NotImplementedError(
+                f"deterministic is True and score_mod has gradients={score_mod.gradients}; allowed on the GPU: False, "
+                "since it adds them in no fixed order"
+            )
         slopes, sinks = _slopes(home, plan, views), views.pop("sink", None)
         bias, mask = (_of_logits(home, plan, views, name) for name in ("bias", "mask"))
         given = _given(score_mod, mask_mod, views)

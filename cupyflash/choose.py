@@ -39,6 +39,7 @@ from .spec import (
     HopperForwardSpec,
     HopperKeysSpec,
     HopperQueriesSpec,
+    ModGradientSpec,
     PrepareSpec,
     SinkSpec,
     Variant,
@@ -205,7 +206,10 @@ SPLIT = 512  # keys up to which two kernels are faster at 128
 #                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
 HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
-HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout
+HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout or functions of the user
+
+# Of the kernel of dscore_mod, head_dim up to: (block_k, warps), ...: not timed.
+MOD_GRADIENT = {128: ((32, 4), (32, 2)), 256: ((32, 4), (16, 2))}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -348,16 +352,20 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 def split(problem: Problem) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    With dropout always: the one kernel has no registers left for it.
+    With dropout always, and mostly with functions of the user: the one kernel has no registers left for them.
     """
     width = max(problem.head_dim, problem.head_dim_v)
+    if problem.mods and (width <= 64 or problem.mods.reads):
+        return True
     return problem.dropout > 0 or width > 128 or width > 64 and problem.seqlen_k <= SPLIT
 
 
-def drops_elsewhere(problem: Problem) -> bool:
-    """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout."""
-    wide = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
-    return problem.dropout > 0 and (wide or problem.softcap is not None or problem.alibi or problem.mods is not None)
+def backward_elsewhere(problem: Problem) -> bool:
+    """Whether the backward must take the portable kernel: Hopper's have no registers left for its options."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    if problem.mods and (problem.dropout or width > (128 if problem.mods.reads else HOPPER_DROPPED)):
+        return True
+    return problem.dropout > 0 and (width > HOPPER_DROPPED or problem.softcap is not None or problem.alibi)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -415,6 +423,18 @@ def after_backward(main: Variant) -> Variant:
 def sink_gradient(before: Variant) -> Variant:
     """Return the kernel of dsink, of what `before` left."""
     return Variant("any/sink.cuh", "sink_gradient", before.dtype, SinkSpec(32, before.spec.packed))
+
+
+def mod_gradient(problem: Problem, main: Variant, access: int, mods_at: int, shared_limit: int) -> Variant:
+    """Return the kernel of dscore_mod, beside `main`; `access` is that of q, k, v and dout."""
+    d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
+    packed = isinstance(main.spec, HopperBackwardSpec)
+
+    def make(tiling):
+        return ModGradientSpec(d, dv, *tiling, access, mods_at, packed, *_change(problem))
+
+    spec = _fitting(MOD_GRADIENT, {}, make, max(d, dv), shared_limit)
+    return Variant("sm80/mod_gradient.cuh", "mod_gradient", problem.dtype, spec, problem.mods)
 
 
 def variants(capability: int) -> tuple[Variant, ...]:

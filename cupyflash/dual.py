@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import operator
-
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
@@ -122,32 +120,33 @@ def score_and_tangent(function, score, places, captured):
     return _value(result), _tangent(result)
 
 
-def add_gradients(sums, function, score, places, captured, ds):
-    """Add to `sums`, by name, what `ds`, the gradient of the function's results, gives to each element that it read.
+def reads(function, score, places, captured, names):
+    """For each read of what has one of the `names`: the name, the index, and the derivative of the result by it.
 
     The function is called once for each read.
     """
     looked_at, count = 0, 1
     while looked_at < count:
-        reads = Reads(looked_at)
-        tracked = {name: reads.of(name, captured[name]) for name in sums}
+        trace = Reads(looked_at)
+        tracked = {name: trace.of(name, captured[name]) for name in names}
         tangent = _tangent(function(score, *places, **captured | tracked))
-        count, looked_at = reads.count, looked_at + 1
-        if reads.name is not None:
-            part = np.where(ds == 0, 0, ds * tangent)
-            index = reads.index if isinstance(reads.index, tuple) else (reads.index,)
-            index = tuple(np.broadcast_to(x, part.shape) if isinstance(x, np.ndarray) else x for x in index)
-            _check_index(reads.name, index, captured[reads.name].ndim, part.shape)
-            np.add.at(sums[reads.name], tuple(operator.index(x) if np.ndim(x) == 0 else x for x in index), part)
+        count, looked_at = trace.count, looked_at + 1
+        if trace.name is not None:
+            index = trace.index if isinstance(trace.index, tuple) else (trace.index,)
+            _check_index(trace.name, index, captured[trace.name].ndim)
+            yield trace.name, tuple(np.broadcast_to(x, score.shape) for x in index), tangent
 
 
-def _check_index(name, index, axes, shape):
-    if len(index) != axes or any(isinstance(x, (slice, type(None), type(...))) or _is_mask(x) for x in index):
-        raise TypeError(f"{name} has a gradient and is read by {index}; allowed: {axes} integers or arrays of them")
+def add_gradients(sums, function, score, places, captured, ds):
+    """Add to `sums`, by name, what `ds`, the gradient of the function's results, gives to each element that it read."""
+    for name, index, tangent in reads(function, score, places, captured, sums):
+        np.add.at(sums[name], index, np.where(ds == 0, 0, ds * tangent))
 
 
-def _is_mask(x):
-    return isinstance(x, (bool, np.bool_)) or getattr(x, "dtype", None) == np.dtype(bool)
+def _check_index(name, index, axes):
+    if len(index) != axes or any(np.asarray(x).dtype.kind not in "iu" for x in index):
+        kinds = ", ".join(type(x).__name__ for x in index)
+        raise TypeError(f"{name} has a gradient and is read by ({kinds}); allowed: {axes} integers or arrays of them")
 
 
 def _value(x):

@@ -346,7 +346,7 @@ def _plan_backward(
     device = cupy.cuda.runtime.getDevice()
     path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
     plan = None
-    if path == "sm90" and bias is mask is None and not choose.drops_elsewhere(problem):
+    if path == "sm90" and bias is mask is None and not choose.backward_elsewhere(problem):
         if choose.split(problem):
             plan = _plan_split_backward(device, problem, arrays, lse, dlse, slopes, sink, captured)
         else:
@@ -374,6 +374,7 @@ def _plan_portable_backward(
         Launch.of(main, blocks),
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
+        *_launch_mod_gradient(device, problem, main, arrays, params),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
     workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns)
@@ -406,6 +407,18 @@ def _launch_after(problem: Problem, after: Variant) -> Launch:
 def _launch_sink(problem: Problem, before: Variant) -> tuple[Launch, ...]:
     """A block sums one head, of what `before` left."""
     return (Launch.of(choose.sink_gradient(before), problem.heads_q),) if problem.sink else ()
+
+
+def _launch_mod_gradient(
+    device: int, problem: Problem, main: Variant, arrays: tuple, params: np.ndarray
+) -> tuple[Launch, ...]:
+    """A block takes some queries of one head."""
+    if not (problem.mods and problem.mods.tracked):
+        return ()
+    access, mods_at = _access(problem, arrays[:4]), params.dtype.fields["mods"][1]
+    variant = choose.mod_gradient(problem, main, access, mods_at, _shared_limit(device))
+    tiles = -(-problem.seqlen_q // variant.spec.block_q)
+    return (Launch.of(variant, _blocks(problem.batch * problem.heads_q, tiles)),)
 
 
 def _statistic_rows(problem: Problem) -> int:
@@ -442,6 +455,7 @@ def _plan_hopper_backward(
         Launch.of(main, min(most, runs), cooperative),
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
+        *_launch_mod_gradient(device, problem, main, arrays, params),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // 16) if deterministic else 0
     workspace = (pairs_q * 2 * _statistic_rows(problem), _dq_sum_size(problem, spec), turns)
@@ -487,6 +501,7 @@ def _plan_split_backward(
         Launch.of(keys, min(most, runs_k)),
         Launch.of(queries, min(most, runs_q)),
         *_launch_sink(problem, before),
+        *_launch_mod_gradient(device, problem, keys, arrays, params),
     )
     return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, (pairs_q * problem.seqlen_q, 0, 0))
 

@@ -214,6 +214,32 @@ class HopperQueriesSpec(Spec):
 
 
 @dataclass(frozen=True)
+class ModGradientSpec(Spec):
+    """Of the kernel that computes dscore_mod."""
+
+    head_dim: int
+    head_dim_v: int
+    block_k: int
+    warps: int
+    access: int
+    mods_at: int
+    packed: bool
+    softcap: bool = False
+    alibi: bool = False
+    dropout: bool = False
+
+    blocks_per_sm = 1
+
+    @property
+    def block_q(self) -> int:
+        return 16 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * (self.block_q + self.block_k) * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True)
 class SinkSpec(Spec):
     """Of the kernel that computes dsink."""
 

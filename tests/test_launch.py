@@ -275,7 +275,7 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     assert ("dsink" in arrays) == ("sink" in arrays)
     main = ("backward",)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
-    if gpu.path == "sm90" and not gpu.refuses and copied and not choose.drops_elsewhere(problem):
+    if gpu.path == "sm90" and not gpu.refuses and copied and not choose.backward_elsewhere(problem):
         main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, deterministic)
     check(gpu, call)

@@ -30,6 +30,8 @@ __device__ __forceinline__ const Mods& mods_of(const Modified<Params, Mods>& p) 
 
 namespace mod {
 
+struct Trace;  // sm80/mod_gradient.cuh
+
 struct Element {  // batch, query head, query, key
   int b, h, i, j, seqlen_q, seqlen_k;
 };
