@@ -69,8 +69,24 @@ STRUCTS = {
     **dict.fromkeys(
         ("sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"), structs.HOPPER_BACKWARD_PARAMS
     ),
+    "sm80/mod_gradient.cuh": structs.BACKWARD_PARAMS,
 }
 MULTIPROCESSORS, STREAM = 132, 77
+
+
+def struct_of(variant):
+    """What the kernel reads, its functions of the user included, where it looks for them."""
+    dtype = STRUCTS[variant.header]
+    if variant.mods is None:
+        return dtype
+    whole = structs.modified(dtype, variant.mods.words)
+    if variant.template != "mod_gradient":
+        return whole
+    offsets = [whole.fields[name][1] for name in dtype.names] + [variant.spec.mods_at]
+    formats = [whole[name] for name in whole.names]
+    return np.dtype({"names": whole.names, "formats": formats, "offsets": offsets})
+
+
 ADDRESS_WORD = 12  # of a map, behind its other arguments
 
 
@@ -138,7 +154,7 @@ class Gpu:
 
     def launch(self, cooperative, variant, blocks, y, z, threads, thread_y, thread_z, shared_bytes, stream, arguments):
         assert y == z == thread_y == thread_z == 1 and stream == STREAM
-        dtype = STRUCTS[variant.header]
+        dtype = struct_of(variant)
         address = ctypes.c_uint64.from_address(arguments).value
         params = np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0]
         self.launched.append(Launched(variant, blocks, threads, shared_bytes, cooperative, params))
@@ -240,12 +256,14 @@ def prepared(shape, options, names, float32_out, layouts):
     names += tuple(name for name in BY_HEAD if name in options)
     arrays = {name: layouts.get(name, array)(shapes[name], dtypes[name]) for name in names}
     keywords = options | {name: arrays[name] for name in BY_HEAD if name in options}
+    given = {name: options.get(name) for name in ("score_mod", "mask_mod")}
+    captured = {name: x for mod in given.values() if mod is not None for name, x in mod.arrays.items()}
     if "dropout" in options:
         keywords["seed"] = next(SEEDS)
-    words = {"causal": False, "window": None, "scale": None} | {n: x for n, x in options.items() if n not in BY_HEAD}
-    problem = checks.forward(
-        True, checks.options(**words), **{name: arrays[name] for name in ("q", "k", "v", *BY_HEAD) if name in arrays}
-    )
+    words = {"causal": False, "window": None, "scale": None, "mods": checks.mods(**given, backward="lse" in names)}
+    words |= {n: x for n, x in options.items() if n not in (*BY_HEAD, *given)}
+    passed = {name: arrays[name] for name in ("q", "k", "v", *BY_HEAD) if name in arrays} | captured
+    problem = checks.forward(True, checks.options(**words), **passed)
     return problem, arrays, keywords
 
 
@@ -257,6 +275,7 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     if lse:
         arrays["lse"] = got[1]
     on_hopper = gpu.path == "sm90" and not gpu.refuses and copyable(*(arrays[name] for name in "qkv"))
+    on_hopper &= not choose.reads_elsewhere(problem)
     main = ("hopper_forward" if on_hopper else "forward",)
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main)
     check(gpu, call)
@@ -299,6 +318,7 @@ def check(gpu, call):
         order = ["prepare_backward", *order]
         order += [] if "hopper_queries" in order else ["finish_backward"]
         order += ["sink_gradient"] if call.problem.sink else []
+        order += ["mod_gradient"] if call.problem.mods and call.problem.mods.tracked else []
     assert [one.variant.template for one in call.launched] == order
     for one in call.launched:
         check_launch(gpu, call, one, packed)
@@ -325,8 +345,9 @@ def check_launch(gpu, call, one, packed):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
     if template in ("forward", "hopper_forward", "prepare_backward"):
         assert spec.float32_out == (call.arrays["out"].dtype == np.float32)
-    if template in ("prepare_backward", "sink_gradient"):
+    if template in ("prepare_backward", "sink_gradient", "mod_gradient"):
         assert spec.packed == packed
+    assert one.variant.mods == (problem.mods if template in (*call.main, "mod_gradient") else None)
     if hasattr(spec, "access"):
         check_access(call, one)
     check_blocks(call, one)
@@ -347,6 +368,7 @@ ALIGNED = {  # arrays that a kernel reads or writes `access` bytes at once
     "hopper_queries": ("dq",),
     "prepare_backward": ("dout", "out"),
     "finish_backward": ("dq",),
+    "mod_gradient": ("q", "k", "v", "dout"),
 }
 
 
@@ -369,6 +391,7 @@ def check_blocks(call, one):
         "forward": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
         "backward": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
         "sink_gradient": lambda: problem.heads_q,
+        "mod_gradient": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
     }
     if template in exact:
         assert one.blocks == exact[template]()
@@ -597,6 +620,42 @@ def test_slopes_without_a_batch(gpu):
         forward(gpu, Shape(), OPTIONS["alibi"], alibi_slopes=make)
         backward(gpu, Shape(), OPTIONS["alibi"], alibi_slopes=make)
     assert len(launch._plans) == 4
+
+
+def captured_words(gpu, call, params, values):
+    """What functions of the user captured, then the sums of gradients: pointers with strides, or numbers."""
+    mods, words = call.problem.mods, params["mods"]
+    for capture, slot, value in zip(mods.captures, mods.slots, values, strict=False):
+        if capture.axes:
+            strides = words.view(np.int32)[2 * slot + 2 : 2 * slot + 2 + capture.axes].tolist()
+            assert words[slot] == value.ctypes.data, capture
+            assert [stride * value.itemsize for stride in strides] == list(value.strides), capture
+        else:
+            assert words[slot : slot + 1].view(np.dtype(type(value)).str.replace("8", "4"))[0] == value, capture
+    for capture, slot in zip(mods.tracked, mods.slots[len(mods.captures) :], strict=True):
+        total = gpu.allocated(words[slot])
+        assert total.dtype == np.float32 and total.ndim == capture.axes, capture
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(128, 96, heads_k=1), Shape(256, 256)], ids=name_of)
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("options", ["none", "all"])
+def test_functions_of_the_user(gpu, shape, reads, options):
+    """Two calls with the same types: the second one gets its own numbers and arrays, by the same plan."""
+    for n in (3, -4):
+        slope, on = array((2, 4), np.float32), array((30, 40), bool)[::2, ::-1]
+        score = cupyflash.ScoreMod(
+            "score * factor - slope[b, h] * abs(i - j + n)", n=n, slope=slope, factor=n / 2, gradients=("slope",)
+        )
+        mask = cupyflash.MaskMod("on[i % 15, j % 40]" if reads else "on[b, h]", on=on)
+        given = OPTIONS[options] | {"score_mod": score, "mask_mod": mask}
+        calls = forward(gpu, shape, given), backward(gpu, shape, given)
+        assert len(launch._plans) == 2
+        for call in calls:
+            for one in call.launched:
+                if one.variant.mods:
+                    captured_words(gpu, call, one.params, (n, slope, n / 2, on))
+        assert calls[1].arrays["dscore_mod"]["slope"].shape == (2, 4)
 
 
 @pytest.mark.parametrize("gpu", ["9.0"], indirect=True)

@@ -156,7 +156,7 @@ def test_scores(backend, score):
     results = run(backend, case(backend), score)
     assert ("dscore_mod" in results) == bool(score.gradients)
     if score.gradients:
-        assert tuple(results["dscore_mod"]) == score.gradients
+        assert {*results["dscore_mod"]} == {*score.gradients}
 
 
 @pytest.mark.parametrize("visible", VISIBLE.values(), ids=VISIBLE)
@@ -266,7 +266,7 @@ def test_other_values_in_the_same_call(backend1):
     """Numbers and arrays are arguments: what is remembered of a call holds none."""
     x = case(backend1)
     for seed in range(3):
-        captures = {"slope": numbers(HEADS, seed=seed), "shift": seed}
+        captures = {"slope": abs(numbers(HEADS, seed=seed)), "shift": seed}
         run(backend1, x, replace(SCORES["ALiBi"], captures=captures))
 
 
@@ -412,14 +412,12 @@ def test_a_derivative_that_is_not_known(function):
         dual.score_and_tangent(function, np.ones(3), (), {})
 
 
-@pytest.mark.parametrize(
-    "read", [lambda a, i: a[i:], lambda a, i: a[None], lambda a, i: a[i > 0], lambda a, i: a[i, i]]
-)
+@pytest.mark.parametrize("read", [lambda a: a[69:], lambda a: a[None], lambda a: a[True], lambda a: a[0, 0]])
 def test_reads_that_have_no_gradient(read):
     backend = tools.Backend("numpy", "float32")
     x = case(backend)
     a = numbers(SEQLEN_Q)
-    mod = ScoreMod(lambda score, b, h, i, j, a: score + read(a, 3).sum(), gradients=("a",), a=a)
+    mod = ScoreMod(lambda score, b, h, i, j, a: score + read(a), gradients=("a",), a=a)
     out, lse = cupyflash.attention(*x.qkv, return_lse=True)
     with pytest.raises((TypeError, IndexError)):
         cupyflash.attention_backward(x.dout, *x.qkv, out, lse, score_mod=mod)
@@ -462,7 +460,11 @@ def test_wrong_functions(make, kind, message):
         ({"mask_mod": ScoreMod("score")}, TypeError, "mask_mod is .*allowed: None or cupyflash.MaskMod"),
         ({"score_mod": ScoreMod("score")}, TypeError, r"score_mod has text of C\+\+; allowed on the host"),
         ({"mask_mod": MaskMod("true")}, TypeError, r"mask_mod has text of C\+\+; allowed on the host"),
-        ({"score_mod": ScoreMod(max, a=np.zeros(()))}, ValueError, r"score_mod.a has shape \(\); allowed: 1 to 4 axes"),
+        (
+            {"score_mod": ScoreMod(max, a=np.zeros((), "f4"))},
+            ValueError,
+            r"score_mod.a has shape \(\); allowed: 1 to 4 axes",
+        ),
         ({"score_mod": ScoreMod(max, a=np.zeros((1,) * 5, "f4"))}, ValueError, "1 to 4 axes"),
         ({"mask_mod": MaskMod(max, a=np.zeros(2))}, TypeError, "mask_mod.a has dtype float64; allowed: float16"),
         ({"mask_mod": MaskMod(max, a=np.zeros(2, "c8"))}, TypeError, "mask_mod.a has dtype complex64"),
@@ -478,8 +480,6 @@ def test_wrong_functions(make, kind, message):
     ],
 )
 def test_wrong_options(options, kind, message):
-    if "()" in message:
-        options = {"score_mod": ScoreMod(max, a=np.zeros((), np.float32))}
     q = np.zeros((1, 2, 1, 4), np.float32)
     with pytest.raises(kind, match=message):
         cupyflash.attention(q, q, q, **options)

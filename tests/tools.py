@@ -460,7 +460,7 @@ def _captured_bounds(score_mod, before, places, captured, right, ds, p, floor, d
     bounds = {}
     for name in score_mod.gradients:
         info = ml_dtypes.finfo(score_mod.captures[name].dtype)
-        error = _largest(np, right[name] - sums[name])
+        error = _largest(np, right[name] - sums[name].astype(score_mod.captures[name].dtype).astype(np.float64))
         slack = eps / 4 * (_largest(np, right[name]) + _largest(np, np.sqrt(squares[name])))
         slack += 4 * float(np.finfo(p.dtype).eps) * ds.size**0.5 * _largest(np, np.sqrt(squares[name]))
         slack += float(info.eps) / 4 * _largest(np, right[name]) + float(info.smallest_subnormal)
