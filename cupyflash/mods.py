@@ -399,27 +399,36 @@ class Mods:
         return f'#line 1 "mods"\nnamespace cupyflash::mod {{\n{functions}struct UserMods {{\n{body}\n}};\n}}\n'
 
     def error(self, log: str, target: str) -> ModError:
-        """What the compiler said, beside the user's own lines."""
+        """What the compiler said, below the user's own lines."""
         parts = []
         for mod in (self.score, self.mask):
-            found = (
-                re.findall(rf"^{mod.argument}\((\d+)\): (?:catastrophic )?error[^:]*: (.*)$", log, re.M) if mod else []
-            )
-            if re.search(rf"^after {mod.argument}\(\d+\): error[^:]*: missing return", log, re.M) if mod else False:
-                found.append((str(len(mod.text.splitlines())), "a path ends without return"))
-            if found:
-                said: dict = {}
-                for line, message in found:
-                    said.setdefault(int(line), []).append(message)
-                lines = enumerate(mod.text.splitlines(), 1)
-                marked = [
-                    "\n".join(
-                        [f"{'>' if n in said else ' '} {n:3} | {line}", *(f"      ^ {m}" for m in said.get(n, ()))]
-                    )
-                    for n, line in lines
-                ]
-                parts.append(f"{mod.argument} does not compile for {target}:\n" + "\n".join(marked))
+            said = _said(log, mod) if mod else {}
+            if said:
+                parts.append(f"{mod.argument} does not compile for {target}:")
+                for n, line in enumerate(mod.text.splitlines(), 1):
+                    parts.append(f"{'>' if n in said else ' '} {n:3} | {line}")
+                    parts += [f"      ^ {message}" for message in said.get(n, ())]
         return ModError("\n".join(parts) or f"score_mod or mask_mod does not compile for {target}:\n{log}")
+
+
+def _said(log: str, mod: Mod) -> dict[int, list[str]]:
+    """Messages of the compiler by line of the text, also those about what the text calls and what ends too early."""
+    said: dict = {}
+    for message in re.split(r"\n\s*\n", log):
+        found = re.search(r"^(.+)\((\d+)\): (?:catastrophic )?error[^:\n]*: (.*)$", message, re.M)
+        if not found:
+            continue
+        where, line, text = found.groups()
+        called = re.search(rf"at line (\d+) of ((?:after )?{mod.argument})$", message, re.M)
+        if called and not where.endswith(mod.argument):
+            line, where = called.groups()
+        if where == f"after {mod.argument}":
+            line = len(mod.text.splitlines())
+            text = "a path ends without return" if "missing return" in text else text
+        elif where != mod.argument:
+            continue
+        said.setdefault(int(line), []).append(text)
+    return said
 
 
 class Given(NamedTuple):

@@ -84,8 +84,13 @@ __device__ __forceinline__ float abs(float x) { return fabsf(x); }
 __device__ __forceinline__ float exp(float x) { return expf(x); }
 __device__ __forceinline__ float log(float x) { return logf(x); }
 __device__ __forceinline__ float sqrt(float x) { return sqrtf(x); }
-__device__ __forceinline__ float sin(float x) { return sinf(x); }
-__device__ __forceinline__ float cos(float x) { return cosf(x); }
+// sinf and cosf keep a table in local memory, for huge angles: these are exact to 1e-6 up to some thousand.
+__device__ __forceinline__ float within_turn(float x) {
+  const float turns = rintf(x * 0.159154943f);
+  return fmaf(turns, 1.7484556e-7f, fmaf(turns, -6.28318548f, x));
+}
+__device__ __forceinline__ float sin(float x) { return __sinf(within_turn(x)); }
+__device__ __forceinline__ float cos(float x) { return __cosf(within_turn(x)); }
 __device__ __forceinline__ float tanh(float x) { return Tanh::of<true>(x).value; }
 __device__ __forceinline__ float pow(float x, float y) { return powf(x, y); }
 
@@ -101,8 +106,8 @@ __device__ __forceinline__ Dual sqrt(Dual x) {
   const float result = sqrtf(x.value);
   return {result, 0.5f * x.tangent / result};
 }
-__device__ __forceinline__ Dual sin(Dual x) { return {sinf(x.value), cosf(x.value) * x.tangent}; }
-__device__ __forceinline__ Dual cos(Dual x) { return {cosf(x.value), -sinf(x.value) * x.tangent}; }
+__device__ __forceinline__ Dual sin(Dual x) { return {sin(x.value), cos(x.value) * x.tangent}; }
+__device__ __forceinline__ Dual cos(Dual x) { return {cos(x.value), -sin(x.value) * x.tangent}; }
 __device__ __forceinline__ Dual tanh(Dual x) {
   const Tanh t = Tanh::of<true>(x.value);
   return {t.value, t.derivative * x.tangent};
