@@ -30,8 +30,6 @@ __device__ __forceinline__ const Mods& mods_of(const Modified<Params, Mods>& p) 
 
 namespace mod {
 
-struct Trace;  // sm80/mod_gradient.cuh
-
 struct Element {  // batch, query head, query, key
   int b, h, i, j, seqlen_q, seqlen_k;
 };
@@ -79,6 +77,29 @@ struct alignas(8) Captured {
   template <class... Indices>
   __device__ __forceinline__ auto operator()(Indices... indices) const {
     return Items<T>::load(data + offset(indices...));
+  }
+};
+
+struct Trace {  // counts reads, for the gradients of what is captured: sm80/mod_gradient.cuh
+  int looked_at, count = 0;
+  float* target = nullptr;  // where the gradient of that read is
+
+  template <class Array, class Gradient>
+  struct Read {
+    const Array& array;
+    const Gradient& gradient;
+    Trace& trace;
+
+    template <class... Indices>
+    __device__ __forceinline__ Dual operator()(Indices... indices) const {
+      const bool looked_at = trace.count++ == trace.looked_at;
+      if (looked_at) trace.target = const_cast<float*>(gradient.data) + gradient.offset(indices...);
+      return {array(indices...), looked_at ? 1.f : 0.f};
+    }
+  };
+  template <class Array, class Gradient>
+  __device__ __forceinline__ Read<Array, Gradient> of(const Array& array, const Gradient& gradient) {
+    return {array, gradient, *this};
   }
 };
 

@@ -14,33 +14,6 @@
 
 namespace cupyflash {
 
-namespace mod {
-
-struct Trace {  // counts reads
-  int looked_at, count = 0;
-  float* target = nullptr;  // where the gradient of that read is
-
-  template <class Array, class Gradient>
-  struct Read {
-    const Array& array;
-    const Gradient& gradient;
-    Trace& trace;
-
-    template <class... Indices>
-    __device__ __forceinline__ Dual operator()(Indices... indices) const {
-      const bool looked_at = trace.count++ == trace.looked_at;
-      if (looked_at) trace.target = const_cast<float*>(gradient.data) + gradient.offset(indices...);
-      return {array(indices...), looked_at ? 1.f : 0.f};
-    }
-  };
-  template <class Array, class Gradient>
-  __device__ __forceinline__ Read<Array, Gradient> of(const Array& array, const Gradient& gradient) {
-    return {array, gradient, *this};
-  }
-};
-
-}  // namespace mod
-
 __device__ __forceinline__ void add_from_warp(float* target, float x) {
   const uint64 address = reinterpret_cast<uint64>(target);
   if (__all_sync(kFullWarp, address == __shfl_sync(kFullWarp, address, 0))) {
@@ -130,7 +103,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps)
         const float result = changed(mods, logit, places.template at<false>(j, i));
         prob.x[j][i] = exp2f(fmaf(result, kLog2E, -lse[i / 2]));
       }
-    prob.hide(warp_row, first_key, 0.f, [&](int row) { return band.keys(row); });
+    prob.hide(warp_row, first_key, 0.f, [&](int row) { return row < s.seqlen_q ? band.keys(row) : Range{0, -1}; });
 #pragma unroll
     for (int j = 0; j < kBlockK / 8; ++j)
 #pragma unroll
