@@ -250,7 +250,10 @@ def test_rows_that_see_nothing(backend):
     on = ~np.isin(np.arange(SEQLEN_Q), rows)
     masked = Example("on[i]", lambda b, h, i, j, on: on[i] & (j >= 0), {"on": on}, kind=MaskMod)
     logged = Example(
-        "score + log(a[i])", lambda score, b, h, i, j, a: score + np.log(a[i]), {"a": on.astype(np.float32)}, ("a",)
+        "log(exp(score) * a[i])",
+        lambda score, b, h, i, j, a: np.log(np.exp(score) * a[i]),
+        {"a": on.astype(np.float32)},
+        ("a",),
     )
     for how in ({"visible": masked}, {"score": logged}):
         for sink in (None, sinks(backend, HEADS)):
