@@ -154,6 +154,8 @@ BACKWARD_SPARE = {
     128: ((64, 64, 8, 4, 2, 2, 1, 1),),
     256: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
+# And functions of the user that read an array for every score, on Turing, whose shared memory has no room for these.
+BACKWARD_READS = {128: (*BACKWARD_SPARE[128], (32, 32, 4, 2, 2, 2, 1, 1))}
 # And what spills with these: a bias and a mask.
 BACKWARD_LOGITS = {
     64: ((32, 64, 4, 4, 4, 2, 2, 2),),
@@ -343,6 +345,8 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     plain = not (deterministic or access < 16 or capability >= 100 or changed or reads)
     spare = problem.dropout or problem.mods or access < 16 and changed
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
+    if problem.mods and problem.mods.reads:
+        first = BACKWARD_SPARE | BACKWARD_READS
     if reads:
         first = BACKWARD_SPARE | BACKWARD_LOGITS
     spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
