@@ -130,7 +130,7 @@ HOPPER_FORWARD = {
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 # The same for functions of the user that read an array for every score: all reads of a tile are under way together.
 HOPPER_FORWARD_READS = {
-    64: ((128, 1, 1, 2, 4, 6),) * 4,
+    64: ((64, 1, 1, 2, 4, 8),) * 4,
     96: ((64, 1, 1, 2, 4, 6),) * 4,
     128: ((64, 1, 1, 2, 4, 8),) * 4,
     192: ((64, 1, 1, 2, 4, 5),) * 4,
