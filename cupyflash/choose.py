@@ -133,7 +133,6 @@ HOPPER_FORWARD_READS = {
     64: ((64, 1, 1, 2, 4, 8),) * 4,
     96: ((64, 1, 1, 2, 4, 6),) * 4,
     128: ((64, 1, 1, 2, 4, 8),) * 4,
-    192: ((64, 1, 1, 2, 4, 5),) * 4,
 }
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
