@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from . import checks, interop
+from .mods import Given
 from .problem import Problem
 from .reference import AttentionGradients
 
@@ -29,6 +30,8 @@ def attention(
     block_mask=None,
     alibi_slopes=None,
     sink=None,
+    score_mod=None,
+    mask_mod=None,
     dropout=0.0,
     seed=None,
     precision=None,
@@ -84,6 +87,10 @@ def attention(
         Attention sink [5]_: one more logit in every row of a head, of no key and of no value, so that the
         weights of the keys add up to less than 1. It is as given: no scale, ``softcap``, ALiBi or mask
         changes it. Of the dtype of ``lse``, which includes it; -inf is no sink.
+    score_mod : ScoreMod, optional
+        A function of yours that changes the logits, after ``bias`` and before the masks.
+    mask_mod : MaskMod, optional
+        A function of yours that says whether a query sees a key; of what other masks hide, it shows nothing.
     dropout : float, default 0
         Probability with which a weight becomes 0 after the softmax; those that are kept are divided by
         ``1 - dropout`` [6]_. From 0 to ``1 - 2**-32``, of which it is taken as the nearest multiple of
@@ -118,7 +125,8 @@ def attention(
         Shapes, devices or values do not fit together; a PyTorch tensor requires grad while grad mode is on;
         ``out`` is read-only, overlaps itself or shares memory with an input; a CuPy array is misaligned. Or
         the environment variable ``CUPYFLASH_PATH`` names no kernel path, or one that the GPU cannot take; or
-        batch * heads * tiles exceeds 2**31 - 1, the blocks of a launch.
+        batch * heads * tiles exceeds 2**31 - 1, the blocks of a launch. `ModError`, one of its kind: the text of
+        ``score_mod`` or ``mask_mod`` does not compile.
     NotImplementedError
         On a GPU: ``softcap``, ``alibi_slopes``, ``sink``, ``bias``, ``mask``, ``block_mask`` or ``dropout`` of float32
         or float64; any dtype but float16 below compute capability 8.0, or a head_dim that needs more shared memory than
@@ -156,13 +164,15 @@ def attention(
                                                           x x
                                                           x x
 
-    A query sees the keys that ``causal``, ``window``, ``mask`` and ``block_mask`` all show. One that sees no key has
-    ``out = 0`` and ``lse = -inf``, and so have all queries without any key. With ``sink`` its ``lse`` is the sink.
+    A query sees the keys that ``causal``, ``window``, ``mask``, ``block_mask`` and ``mask_mod`` all show. One that sees
+    no key has ``out = 0`` and ``lse = -inf``, and so have all queries without any key. With ``sink`` its ``lse`` is
+    the sink.
 
-    *Order.* First the scale, then ``softcap``, then ALiBi and ``bias``, then the masks. With s the scaled product of
-    query i and key j, ``lse`` is that of the logits
-    ``softcap * tanh(s / softcap) - slope * abs(i + diagonal - j) + bias[i, j]``, -inf where the key is hidden, and
-    of ``sink``. Partial results that are merged count every sink that they were given: give it to one part.
+    *Order.* First the scale, then ``softcap``, then ALiBi and ``bias``, then ``score_mod``, then the masks. With s the
+    scaled product of query i and key j, ``lse`` is that of the logits
+    ``softcap * tanh(s / softcap) - slope * abs(i + diagonal - j) + bias[i, j]``, changed by ``score_mod``, -inf where
+    the key is hidden, and of ``sink``. Partial results that are merged count every sink that they were given: give it
+    to one part.
 
     *Dropout.* Whether a weight is kept depends on the seed and on the batch, the query head, the query and the
     key that it belongs to, on nothing else: not on the backend, the dtype, the lengths or the other options.
@@ -239,8 +249,8 @@ def attention(
     True
     """
     dropout, seed = checks.dropout(dropout, seed)
-    layout = getattr(block_mask, "layout", None)
-    options = checks.options(causal, window, scale, softcap, dropout, precision, layout)
+    layout, mods = getattr(block_mask, "layout", None), checks.mods(score_mod, mask_mod)
+    options = checks.options(causal, window, scale, softcap, dropout, precision, layout, mods)
     checks.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v}
     if out is not None:
@@ -253,6 +263,9 @@ def attention(
         arrays["bias"] = bias
     if mask is not None:
         arrays["mask"] = mask
+    for mod in (score_mod, mask_mod):
+        if mod is not None:
+            arrays |= mod.arrays
     home = interop.home(arrays)
     if block_mask is not None:
         checks.block_mask(block_mask, home)
@@ -267,6 +280,7 @@ def attention(
         if block_mask is not None and block_mask.mask is not None:
             views["mask"] = block_mask.mask
         bias, mask = (_of_logits(home, plan, views, name) for name in ("bias", "mask"))
+        given = _given(score_mod, mask_mod, views)
         lse = views["lse"] = None
         if return_lse:
             lse, views["lse"] = home.empty(*plan.results["lse"])
@@ -275,7 +289,8 @@ def attention(
         else:
             out_view = views["out"]
             _gather(home, plan, views)
-            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks, seed, bias, mask, block_mask)
+            of_logits = bias, mask, block_mask, given
+            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks, seed, *of_logits)
             if views["out"] is not out_view:
                 out_view[...] = views["out"]
         return (home.give(out), home.give(lse)) if return_lse else home.give(out)
@@ -300,6 +315,8 @@ def attention_backward(
     block_mask=None,
     alibi_slopes=None,
     sink=None,
+    score_mod=None,
+    mask_mod=None,
     dropout=0.0,
     seed=None,
     precision=None,
@@ -334,20 +351,25 @@ def attention_backward(
         As `attention` returned it with ``return_lse=True``.
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of ``lse``, with the dtype of ``lse``; 0 when left out.
-    causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes, sink, dropout, seed, precision
+    causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes, sink
         As given to `attention`. No gradient of ``alibi_slopes`` is computed.
+    score_mod, mask_mod, dropout, seed, precision
+        As given to `attention`. The derivative of ``score_mod`` multiplies ``ds`` where its result has a weight.
     deterministic : bool, default False
         Add everything in a fixed order, so that the same call always gives the same bits; slower on a GPU.
-        ``dsink`` is always added so, and everything of float32 and float64.
+        ``dsink`` is always added so, and everything of float32 and float64. On a GPU, gradients of what ``score_mod``
+        captured have no such order: NotImplementedError.
 
     Returns
     -------
     AttentionGradients
         Named tuple of ``dq``, ``dk``, ``dv``, ``dbias`` and ``dsink``: arrays with shape and dtype of ``q``,
         ``k``, ``v``, ``bias`` and ``sink``, of their library; ``dbias`` is None without ``bias``, ``dsink`` without
-        ``sink``. ``dbias`` is summed in float32 (float64 for float64) and then rounded. Take them by name, or the
-        first three by ``dq, dk, dv, *_``: more fields may follow. Gradients of a query that sees no key, and of a
-        key that no query sees, are 0, and so is that of the bias of a key that is hidden.
+        ``sink``. Last comes ``dscore_mod``, a dict of the gradients that ``score_mod`` asks for, by name, each with
+        shape and dtype of what was captured; None where it asks for none. ``dbias`` and these are summed in float32
+        (float64 for float64) and then rounded. Take them by name, or the first three by ``dq, dk, dv, *_``: more fields
+        may follow. Gradients of a query that sees no key, and of a key that no query sees, are 0, and so is that of the
+        bias of a key that is hidden.
 
     Raises
     ------
@@ -384,8 +406,8 @@ def attention_backward(
     ([1.0, 1.0, 1.0, 1.0], [-2.0])
     """
     dropout, seed = checks.dropout(dropout, seed)
-    layout = getattr(block_mask, "layout", None)
-    options = checks.options(causal, window, scale, softcap, dropout, precision, layout)
+    layout, mods = getattr(block_mask, "layout", None), checks.mods(score_mod, mask_mod, backward=True)
+    options = checks.options(causal, window, scale, softcap, dropout, precision, layout, mods)
     checks.flag("deterministic", deterministic)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     if dlse is not None:
@@ -398,34 +420,50 @@ def attention_backward(
         arrays["bias"] = bias
     if mask is not None:
         arrays["mask"] = mask
+    for mod in (score_mod, mask_mod):
+        if mod is not None:
+            arrays |= mod.arrays
     home = interop.home(arrays)
     if block_mask is not None:
         checks.block_mask(block_mask, home)
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_backward, home.gpu, options, views)
+        if home.gpu and deterministic and plan.captured:
+            raise NotImplementedError(
+                f"deterministic is True and score_mod has gradients={score_mod.gradients}; allowed on the GPU: False, "
+                "since it adds them in no fixed order"
+            )
         slopes, sinks = _slopes(home, plan, views), views.pop("sink", None)
         if block_mask is not None and block_mask.mask is not None:
             views["mask"] = block_mask.mask
         bias, mask = (_of_logits(home, plan, views, name) for name in ("bias", "mask"))
+        given = _given(score_mod, mask_mod, views)
         views.setdefault("dlse")
         grads = {}
         for name, (shape, dtype) in plan.results.items():
             grads[name], views[name] = home.empty(shape, dtype)
         dbias, dsink = views.pop("dbias", None), views.pop("dsink", None)
+        captured = {name: views.pop(f"d{name}") for name in plan.captured}
         if plan.empty:
             _fill({"dq": 0, "dk": 0, "dv": 0}, views)
             if dbias is not None:
                 dbias[...] = 0
             if dsink is not None:
                 dsink[...] = _gradient_of_all_weight(home, plan, sinks, views["dlse"])
+            for gradient in captured.values():
+                gradient[...] = 0
         else:
             _gather(home, plan, views)
             if dbias is not None:
                 dbias = dbias.reshape((1,) * (4 - dbias.ndim) + dbias.shape)
             arrays = *_batched(plan, views), slopes, sinks, dsink
-            home.backend.backward(plan.problem, *arrays, bool(deterministic), seed, bias, mask, dbias, block_mask)
-        return AttentionGradients(**{name: home.give(grad) for name, grad in grads.items()})
+            of_logits = bias, mask, dbias, block_mask, given, captured
+            home.backend.backward(plan.problem, *arrays, bool(deterministic), seed, *of_logits)
+        given_back = {name: home.give(grad) for name, grad in grads.items()}
+        if captured:
+            given_back["dscore_mod"] = {n.partition(".")[2]: given_back.pop(f"d{n}") for n in captured}
+        return AttentionGradients(**given_back)
 
 
 class _Plan(NamedTuple):
@@ -436,6 +474,7 @@ class _Plan(NamedTuple):
     batched: bool  # four axes; the backends know no other number
     scattered: list  # names of the arrays whose rows, which the kernels read as a whole, are not contiguous
     results: dict  # name -> (shape, dtype)
+    captured: tuple = ()  # names of the captured arrays that have gradients
 
 
 def _plan(make, gpu, options, views):
@@ -466,14 +505,16 @@ def _plan_backward(gpu, options, views):
         results["dbias"] = (views["bias"].shape, checks.PLAIN_DTYPES[problem.bias])
     if problem.sink:
         results["dsink"] = ((problem.heads_q,), checks.lse_dtype(problem.dtype))
-    return _Plan(problem, problem.empty, views["q"].ndim == 4, _scattered(gpu, views), results)
+    captured = tuple(f"score_mod.{capture.name}" for capture in problem.mods.tracked) if problem.mods else ()
+    results |= {f"d{name}": (views[name].shape, views[name].dtype) for name in captured}
+    return _Plan(problem, problem.empty, views["q"].ndim == 4, _scattered(gpu, views), results, captured)
 
 
 def _scattered(gpu, views):
     for name, x in views.items():
         if gpu and x is not None and any(stride % x.itemsize for stride in x.strides):
             raise ValueError(f"{name} has strides {x.strides}; allowed: multiples of its {x.itemsize} bytes an element")
-    rows = {name: x for name, x in views.items() if gpu and name not in _BY_ELEMENT}
+    rows = {name: x for name, x in views.items() if gpu and name not in _BY_ELEMENT and "." not in name}
     return [name for name, x in rows.items() if x.shape[-1] > 1 and x.strides[-1] != x.itemsize]
 
 
@@ -494,6 +535,13 @@ def _of_logits(home, plan, views, name):
     x, problem = views.pop(name, None), plan.problem
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     return None if x is None else home.xp.broadcast_to(x, shape)
+
+
+def _given(score_mod, mask_mod, views):
+    """The functions with what they captured, taken out of `views`; None without any."""
+    if score_mod is mask_mod is None:
+        return None
+    return Given(score_mod, mask_mod, {name: views.pop(name) for name in [*views] if "." in name})
 
 
 def _batched(plan, views):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16
 
+from .mods import CPP_TYPES, FLOATS, HOST_TYPES, MOST_AXES, MOST_CAPTURES, MaskMod, Mods, ScoreMod
 from .problem import Problem
 
 DTYPES = {np.dtype(t): t.__name__ for t in (np.float16, bfloat16, np.float32, np.float64)}
@@ -44,6 +45,7 @@ class Options(NamedTuple):
     dropout: float = 0.0
     precision: str | None = None
     block_mask: tuple | None = None  # BlockMask.layout
+    mods: Mods | None = None  # without the types of what they captured
 
 
 _NO_OPTIONS = Options()
@@ -63,16 +65,36 @@ def shown(value) -> str:
     return text if 0 < len(text) <= 200 else f"of type {type_name(value)} and too long to print"
 
 
-def options(causal, window, scale, softcap=None, dropout=0.0, precision=None, block_mask=None) -> Options:
+def options(causal, window, scale, softcap=None, dropout=0.0, precision=None, block_mask=None, mods=None) -> Options:
     """Options in one spelling: `causal=True` is the lower right corner and no key to the right."""
-    if causal is False and window is None and not dropout and scale is softcap is precision is block_mask is None:
+    none = scale is softcap is precision is block_mask is mods is None
+    if causal is False and window is None and not dropout and none:
         return _NO_OPTIONS
     corner = _corner(causal)
     left, right = (None, None) if window is None else _window(window)
     if corner is not None:
         right = 0
     scale, softcap = None if scale is None else _scale(scale), None if softcap is None else _softcap(softcap)
-    return Options(corner or "lower_right", left, right, scale, softcap, dropout, _precision(precision), block_mask)
+    more = _precision(precision), block_mask, mods
+    return Options(corner or "lower_right", left, right, scale, softcap, dropout, *more)
+
+
+def mods(score_mod, mask_mod, backward=False) -> Mods | None:
+    """Functions of the user; a forward does not depend on whose gradients are wanted."""
+    if score_mod is mask_mod is None:
+        return None
+    for name, given, kind in (("score_mod", score_mod, ScoreMod), ("mask_mod", mask_mod, MaskMod)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(
+                f"{name} is {shown(given)} ({type_name(given)}); allowed: None or cupyflash.{kind.__name__}"
+            )
+    score, mask = (None if given is None else given.mod for given in (score_mod, mask_mod))
+    both = Mods(score if backward or score is None else replace(score, gradients=()), mask)
+    if len(both.captures) > MOST_CAPTURES:
+        raise ValueError(
+            f"score_mod and mask_mod capture {len(both.captures)} values; allowed: at most {MOST_CAPTURES} together"
+        )
+    return both
 
 
 def _corner(causal):
@@ -191,9 +213,11 @@ def given(problem) -> Problem:
     return replace(problem, **fields)
 
 
-def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bias=None, mask=None) -> Problem:
+def forward(
+    gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bias=None, mask=None, **captured
+) -> Problem:
     """Problem of a forward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, q=q, k=k, v=v)
+    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, captured, q=q, k=k, v=v)
     if out is not None:
         _check_out(problem, q, out)
         if _overlaps_itself(out):
@@ -205,10 +229,10 @@ def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bi
 
 
 def backward(
-    gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=None, sink=None, bias=None, mask=None
+    gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=None, sink=None, bias=None, mask=None, **captured
 ) -> Problem:
     """Problem of a backward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, q=q, k=k, v=v, dout=dout)
+    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, captured, q=q, k=k, v=v, dout=dout)
     _check_out(problem, q, out)
     _check_shape("dout", dout, out.shape, "that of out")
     for name, x in (("lse", lse), ("dlse", dlse)):
@@ -217,7 +241,7 @@ def backward(
     return problem
 
 
-def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
+def _problem(gpu, options, slopes, sink, bias, mask, captured, *, q, k, v, **more):
     arrays = {"q": q, "k": k, "v": v, **more}
     _check_dtypes(arrays)
     dtype = DTYPES[q.dtype]
@@ -271,6 +295,8 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
     if gpu and q.itemsize > 2:
         given = {"softcap": options.softcap, "alibi_slopes": slopes, "sink": sink, "bias": bias, "mask": mask}
         given |= {"block_mask": options.block_mask, "dropout": options.dropout or None}
+        if options.mods is not None:
+            given |= {"score_mod": options.mods.score, "mask_mod": options.mods.mask}
         for name in (name for name, value in given.items() if value is not None):
             raise NotImplementedError(
                 f"{name} is given and q has dtype {dtype}; allowed with it on the GPU: float16, bfloat16; "
@@ -295,7 +321,36 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
         mask is not None or elements,
         options.precision,
         options.block_mask is not None,
+        None if options.mods is None else _typed(gpu, options.mods, dtype, captured),
     )
+
+
+def _typed(gpu, mods, dtype, captured) -> Mods:
+    """With the types of the captured arrays, by name."""
+    types = HOST_TYPES if dtype == "float64" else CPP_TYPES
+    for name, x in captured.items():
+        if x.dtype not in types:
+            names = ", ".join(str(x) for x in types)
+            raise TypeError(f"{name} has dtype {x.dtype}; allowed: {names} where q has dtype {dtype}")
+        if not 1 <= x.ndim <= MOST_AXES:
+            raise ValueError(f"{name} has shape {x.shape}; allowed: 1 to {MOST_AXES} axes, or a Python number")
+        if gpu and any(abs(stride) >= x.itemsize << 31 for stride in x.strides):
+            raise ValueError(f"{name} has strides {x.strides}; allowed: less than 2**31 elements")
+    for mod in (mods.score, mods.mask):
+        if mod is None:
+            continue
+        if gpu and mod.text is None:
+            raise TypeError(f"{mod.argument} has a Python function; allowed on the GPU: text of C++")
+        if not gpu and mod.text is not None:
+            raise TypeError(f"{mod.argument} has text of C++; allowed on the host: a Python function")
+    score, mask = (None if mod is None else mod.typed(captured, types) for mod in (mods.score, mods.mask))
+    for capture in Mods(score).tracked:
+        if capture.type not in FLOATS:
+            got = captured[f"score_mod.{capture.name}"].dtype
+            raise TypeError(
+                f"score_mod.{capture.name} has dtype {got}; allowed with a gradient: floating-point numbers"
+            )
+    return Mods(score, mask)
 
 
 def block_mask(x, home):

@@ -43,6 +43,7 @@ from .spec import (
     HopperForwardSpec,
     HopperKeysSpec,
     HopperQueriesSpec,
+    ModGradientSpec,
     PrepareSpec,
     SinkSpec,
     Variant,
@@ -75,6 +76,9 @@ FORWARD_DROPPED = {
     128: ((64, 64, 4, 4, 2, 2, False), (64, 64, 4, 4, 1, 2, False)),
 }
 
+# The same for these and a block mask, whose tiles must divide its own.
+FORWARD_DROPPED_BLOCKS = FORWARD_DROPPED | {96: ((128, 32, 4, 4, 2, 2, False),)}
+
 # The same for a bias and a mask, whose addresses take registers: not timed. With 64 keys 96 and 128 spill for both in
 # float16, with 32 keys 256.
 FORWARD_LOGITS = {
@@ -84,6 +88,7 @@ FORWARD_LOGITS = {
     192: ((64, 32, 4, 4, 1, 2, False),),
     256: ((64, 16, 4, 4, 1, 2, False),),
 }
+FORWARD_MIXED = {64: ((64, 32, 4, 4, 2, 2, True),)}  # and what spills with these: functions of the user as well
 
 # Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
 # SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, timed by
@@ -153,6 +158,12 @@ HOPPER_FORWARD_BLOCKS = {
     192: (64, 1, 1, 2, 4, 5),
     256: (64, 1, 1, 2, 3, 4),
 }
+# The same for functions of the user that read an array for every score: all reads of a tile are under way together.
+HOPPER_FORWARD_READS = {
+    64: (64, 1, 1, 2, 4, 8),
+    96: (64, 1, 1, 2, 4, 6),
+    128: (64, 1, 1, 2, 4, 8),
+}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -172,6 +183,8 @@ BACKWARD_SPARE = {
     128: ((64, 64, 8, 4, 2, 2, 1, 1),),
     256: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
+# And functions of the user that read an array for every score, on Turing, whose shared memory has no room for these.
+BACKWARD_READS = {128: (*BACKWARD_SPARE[128], (32, 32, 4, 2, 2, 2, 1, 1))}
 # And what spills with these: a bias and a mask.
 BACKWARD_LOGITS = {
     64: ((32, 64, 4, 4, 4, 2, 2, 2),),
@@ -232,7 +245,7 @@ HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
 HOPPER_KEYS_LOGITS = {192: (2, 3, 3)}  # the same for a bias and a mask
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
 HOPPER_STATIC = 1024  # bytes that are left for barriers where the tiles of bias and mask are counted
-HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout
+HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout or functions of the user
 HOPPER_READ = 192  # and up to which their shared memory suffices for tiles of bias and mask; 128 for float32 and a mask
 
 # The gradient of a bias, head_dim up to: (block_q, block_k, warps, warps_q, blocks_per_sm), ... Not timed. At 8192
@@ -246,11 +259,14 @@ BIAS_GRADIENT = {
     192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),
     256: ((128, 64, 8, 4, 1), (64, 64, 8, 4, 1), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
 }
-# The same for what spills with the rows above: block masks.
-BIAS_GRADIENT_BLOCKS = {
+# The same for what spills with the rows above: block masks, and functions of the user.
+BIAS_GRADIENT_SPARE = {
     **dict.fromkeys((64, 96, 128), ((64, 64, 4, 2, 2),)),
     256: ((64, 64, 8, 4, 1),),
 }
+
+# Of the kernel of dscore_mod, head_dim up to: (block_k, warps), ...: not timed.
+MOD_GRADIENT = {128: ((32, 4), (32, 2)), 256: ((32, 4), (16, 2))}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -334,13 +350,15 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
         return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
     if reads(problem):
-        first = FORWARD_LOGITS
-    elif any(_change(problem)):
-        first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
+        first = FORWARD_LOGITS | FORWARD_MIXED if problem.mods else FORWARD_LOGITS
+    elif problem.mods or any(_change(problem)):
+        first = FORWARD_CHANGED
+        if problem.dropout or problem.mods:
+            first = FORWARD_DROPPED_BLOCKS if problem.blocks else FORWARD_DROPPED
     else:
         first = {} if float32_out or access < 16 or capability >= 100 or problem.blocks else FORWARD_PLAIN
     spec = fitting(FORWARD, first, make, max(d, dv), shared_limit, problem.blocks)
-    return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
+    return Variant("sm80/forward.cuh", "forward", problem.dtype, spec, problem.mods)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -362,16 +380,19 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         more = *_change(problem), *_logits(problem), logit_slots, problem.blocks
         return HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *more)
 
+    changed = problem.mods is not None or any(_change(problem))
     if reads(problem):
         spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS))
     elif problem.blocks:
         spec = make(row(HOPPER_FORWARD_BLOCKS))
+    elif problem.mods and problem.mods.reads:
+        spec = make(row(HOPPER_FORWARD_READS))
     else:
         at = 2 * problem.banded + (problem.seqlen_k > SHORT)
         spec = make(row(HOPPER_FORWARD)[at])
-        if problem.dropout or any(_change(problem)) and (spec.packed or access < 16):
+        if problem.dropout or changed and (spec.packed or access < 16):
             spec = make(row(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)[at])
-    return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
+    return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
 
 
 def _with_logits(make, tilings: tuple):
@@ -399,50 +420,60 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
         more = *_change(problem), *_logits(problem), problem.blocks
         return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
-    with_options = any(_change(problem)) or reads(problem) or problem.blocks
+    changed = problem.mods is not None or any(_change(problem))
+    with_options = changed or reads(problem) or problem.blocks
     plain = not (deterministic or access < 16 or capability >= 100 or with_options)
-    spare = problem.dropout or access < 16 and any(_change(problem))
+    spare = problem.dropout or problem.mods or access < 16 and changed
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
     if problem.blocks:
         first = BACKWARD_SPARE | BACKWARD_BLOCKS
-    if reads(problem):
-        first = BACKWARD_SPARE | BACKWARD_LOGITS
+    if problem.mods and problem.mods.reads:
+        first = first | BACKWARD_READS
+    if reads(problem) or problem.blocks and problem.mods:
+        first = BACKWARD_SPARE | BACKWARD_BLOCKS | BACKWARD_LOGITS if problem.mods else BACKWARD_SPARE | BACKWARD_LOGITS
     spec = fitting(BACKWARD, first, make, max(d, dv), shared_limit, problem.blocks)
-    return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
+    return Variant("sm80/backward.cuh", "backward", problem.dtype, spec, problem.mods)
 
 
 def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    Also with dropout or a mask, with a bias up to 64, and with block masks where the order is fixed or the score is
-    changed: the one kernel has no registers left for them.
+    Also with dropout or a mask, with a bias or functions of the user up to 64, with functions that read, and with block
+    masks where the order is fixed or the score is changed: the one kernel has no registers left for them.
     """
     width = max(problem.head_dim, problem.head_dim_v)
-    if problem.dropout or problem.mask or width > 128:
+    if problem.dropout or problem.mask or width > 128 or problem.mods and problem.mods.reads:
         return True
     if problem.blocks and (deterministic or problem.softcap is not None or problem.alibi):
         return True
-    return problem.bias is not None if width <= 64 else problem.seqlen_k <= SPLIT
+    return bool(problem.bias or problem.mods) if width <= 64 else problem.seqlen_k <= SPLIT
 
 
-def drops_elsewhere(problem: Problem) -> bool:
-    """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout."""
-    wide = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
-    return problem.dropout > 0 and (wide or problem.softcap is not None or problem.alibi)
+def _mixes(problem: Problem) -> bool:
+    """Whether it has options that only the portable kernels combine. Hopper's bring tiles of bias and mask for every
+    tile of keys, also for those that a block mask hides, and have no registers for functions of the user beside both.
+    """
+    return reads(problem) + problem.blocks + (problem.mods is not None) > 1
 
 
-def skips_elsewhere(problem: Problem) -> bool:
-    """Whether both passes must take the portable kernels: Hopper's bring tiles of bias and mask for every tile of keys,
-    also for those that a block mask hides."""
-    return problem.blocks and reads(problem)
-
-
-def reads_elsewhere(problem: Problem) -> bool:
-    """Whether the backward must take the portable kernel: Hopper's have no room left for its bias and mask, in shared
-    memory, or beside dropout, in registers."""
+def forward_elsewhere(problem: Problem) -> bool:
+    """Whether the forward must take the portable kernel: also for wide heads and functions that read."""
     width = max(problem.head_dim, problem.head_dim_v)
-    widest = 128 if problem.bias == "float32" and problem.mask else HOPPER_READ
-    return reads(problem) and (problem.dropout > 0 or width > widest)
+    return _mixes(problem) or bool(problem.mods) and problem.mods.reads and width > max(HOPPER_FORWARD_READS)
+
+
+def backward_elsewhere(problem: Problem) -> bool:
+    """Whether the backward must take the portable kernel: also where Hopper's have no registers left for its options,
+    or no shared memory for its bias and mask."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    if problem.mods:
+        widest = 128 if problem.mods.reads else HOPPER_DROPPED
+    elif reads(problem):
+        widest = 128 if problem.bias == "float32" and problem.mask else HOPPER_READ
+    else:
+        changed = problem.softcap is not None or problem.alibi
+        return _mixes(problem) or problem.dropout > 0 and (width > HOPPER_DROPPED or changed)
+    return _mixes(problem) or problem.dropout > 0 or width > widest
 
 
 @functools.lru_cache(maxsize=1024)
@@ -460,7 +491,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
         return HopperBackwardSpec(d, dv, *tiling, deterministic, access, *more)
 
     spec = _with_logits(make, (HOPPER_BACKWARD[d],)) if reads(problem) else make(HOPPER_BACKWARD[d])
-    return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
+    return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec, problem.mods)
 
 
 def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> bool:
@@ -492,8 +523,8 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
     keys = make(HopperKeysSpec, HOPPER_KEYS | HOPPER_KEYS_LOGITS if reads(problem) else HOPPER_KEYS)
     queries = make(HopperQueriesSpec, HOPPER_QUERIES)
     return (
-        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
-        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),
+        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys, problem.mods),
+        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries, problem.mods),
     )
 
 
@@ -516,17 +547,20 @@ def sink_gradient(before: Variant) -> Variant:
 
 
 @functools.lru_cache(maxsize=1024)
-def bias_gradient(problem: Problem, before: Variant, shape: tuple, access: int, shared_limit: int) -> Variant:
+def bias_gradient(
+    problem: Problem, before: Variant, shape: tuple, access: int, mods_at: int, shared_limit: int
+) -> Variant:
     """Return the kernel of a dbias of `shape`, four axes, of what `before` left; `access` is that of the inputs."""
     d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
-    more = *_change(problem), *_logits(problem), problem.blocks
+    more = *_change(problem), *_logits(problem), problem.blocks, mods_at if problem.mods else 0
 
     def make(tiling):
         return BiasGradientSpec(d, dv, *tiling, True, before.spec.packed, access, *more)
 
-    spec = fitting(BIAS_GRADIENT, BIAS_GRADIENT_BLOCKS if problem.blocks else {}, make, max(d, dv), shared_limit)
+    first = BIAS_GRADIENT_SPARE if problem.blocks or problem.mods else {}
+    spec = fitting(BIAS_GRADIENT, first, make, max(d, dv), shared_limit)
     spec = replace(spec, summed=math.prod(bias_tiles(problem, spec, shape)[0]) > 1)
-    return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec)
+    return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec, problem.mods)
 
 
 def bias_tiles(problem: Problem, spec: BiasGradientSpec, shape: tuple) -> tuple[list, list]:
@@ -539,6 +573,19 @@ def bias_tiles(problem: Problem, spec: BiasGradientSpec, shape: tuple) -> tuple[
 def bias_sum(main: Variant) -> Variant:
     """Return the kernel that adds the parts of dbias."""
     return Variant("sm80/bias_gradient.cuh", "add_bias_gradients", main.dtype, BiasSumSpec(8, main.spec.bias))
+
+
+@functools.lru_cache(maxsize=1024)
+def mod_gradient(problem: Problem, before: Variant, access: int, mods_at: int, shared_limit: int) -> Variant:
+    """Return the kernel of dscore_mod, of what `before` left; `access` is that of the inputs."""
+    d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
+    more = *_change(problem), *_logits(problem), problem.blocks
+
+    def make(tiling):
+        return ModGradientSpec(d, dv, *tiling, access, mods_at, before.spec.packed, *more)
+
+    spec = fitting(MOD_GRADIENT, {}, make, max(d, dv), shared_limit)
+    return Variant("sm80/mod_gradient.cuh", "mod_gradient", problem.dtype, spec, problem.mods)
 
 
 def variants(capability: int) -> tuple[Variant, ...]:

@@ -40,6 +40,7 @@ from .structs import (
     fill_score,
     sizes,
     steps,
+    zeros,
 )
 
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
@@ -87,6 +88,7 @@ class Rest(NamedTuple):
     bias: object
     mask: object
     bitmaps: tuple  # of a block mask, queries by keys and keys by queries
+    captured: list = ()  # by functions of the user, then the sums of their gradients
     dlse: object = None
     dbias: object = None
 
@@ -103,15 +105,17 @@ class Plan:
     idle: list = field(default_factory=list)  # copies of the struct that no call uses, each with its argument list
 
     @classmethod
-    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=()) -> Plan:
-        slots = tuple(
-            params.dtype.fields[name][1] // 8
-            + (tensor_map.address_word() if params.dtype[name] in (MAP, LOGIT_MAP) else 0)
-            for name in names
-        )
+    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], mods, workspace=()) -> Plan:
+        slots = []
+        for name in names:
+            if name != "mods":
+                is_map = params.dtype[name] in (MAP, LOGIT_MAP)
+                slots.append(params.dtype.fields[name][1] // 8 + (tensor_map.address_word() if is_map else 0))
+            elif mods:
+                slots += [params.dtype.fields[name][1] // 8 + slot for slot in mods.slots]
         kernels = tuple(launch.kernel for launch in launches)
         calls = tuple(launch.call for launch in launches)
-        return cls(calls, kernels, params.view(np.uint64), slots, workspace)
+        return cls(calls, kernels, params.view(np.uint64), tuple(slots), workspace)
 
     def run(self, *pointers: int) -> None:
         # What CuPy does for any kernel and any arguments, in a fraction of the time.
@@ -133,27 +137,31 @@ class Plan:
 
 
 def forward(
-    problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None, block_mask=None
+    problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None, block_mask=None, given=None
 ) -> None:
-    """Write ``out`` and, unless it is None, ``lse``. ``bias`` and ``mask`` have the shape of the logits."""
+    """Write ``out`` and, unless it is None, ``lse``.
+
+    ``bias`` and ``mask`` have the shape of the logits; `given` has the functions of the user.
+    """
     if problem.scale < 0 and q.itemsize == 2:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
         problem = replace(problem, scale=-problem.scale)
-        return forward(problem, negated, k, v, out, lse, slopes, sink, seed, bias, mask, block_mask)
+        return forward(problem, negated, k, v, out, lse, slopes, sink, seed, bias, mask, block_mask, given)
     problem, bitmaps = _bitmaps(problem, mask, block_mask)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
     rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink)])
     logits = tuple([None if x is None else (x.data.ptr & 15, x.strides) for x in (bias, mask)])
     device = cupy.cuda.runtime.getDevice()
-    shape = None if bitmaps is NO_BLOCKS else bitmaps[0].shape
-    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, logits, shape, out.itemsize)
+    captured = given.captured() if given else []
+    more = *map(_layout, captured), None if bitmaps is NO_BLOCKS else bitmaps[0].shape, out.itemsize
+    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, logits, more)
     plan = _plans.get(key)
     if plan is None:
-        rest = Rest(lse, slopes, sink, bias, mask, bitmaps)
+        rest = Rest(lse, slopes, sink, bias, mask, bitmaps, captured)
         plan = _remember(key, _plan_forward(problem, (q, k, v, out), rest))
-    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask))
+    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask), *map(_word, captured))
 
 
 def backward(
@@ -177,30 +185,36 @@ def backward(
     mask=None,
     dbias=None,
     block_mask=None,
+    given=None,
+    gradients=None,
 ) -> None:
     """Write ``dq``, ``dk``, ``dv`` and, unless they are None, ``dsink`` and ``dbias``, which are contiguous.
 
-    ``dbias`` has four axes, of 1 where the bias was broadcast.
+    ``dbias`` has four axes, of 1 where the bias was broadcast; and the ``gradients`` of what the functions `given`
+    captured, in the order of ``Mods.tracked``.
     """
     arrays = (q, k, v, dout, out, dq, dk, dv)
     problem, bitmaps = _bitmaps(problem, mask, block_mask)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
-    more = tuple([None if x is None else x.strides for x in (slopes, sink)])
+    captured = given.captured() if given else []
+    mod_sums = [cupy.zeros(x.shape, np.float32) for x in (gradients or {}).values()]
+    captured += mod_sums
+    more = tuple([None if x is None else x.strides for x in (slopes, sink)] + [*map(_layout, captured)])
     logits = tuple([None if x is None else (x.data.ptr & 15, x.strides) for x in (bias, mask)])
     shapes = tuple([None if x is None else x.shape for x in (dbias, *bitmaps)])
     key = (problem, device, layouts, more, logits, shapes, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        rest = Rest(lse, slopes, sink, bias, mask, bitmaps, dlse, dbias)
+        rest = Rest(lse, slopes, sink, bias, mask, bitmaps, captured, dlse, dbias)
         plan = _remember(key, _plan_backward(problem, arrays, rest, deterministic))
     statistics, sum_size, turns, parts_size = plan.workspace
     delta = cupy.empty(statistics, checks.lse_dtype(problem.dtype))
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
     turn = cupy.zeros(turns, np.uint32) if turns else None
     parts = cupy.empty(parts_size, np.float32) if parts_size else None
-    keep_for_graph(delta, dq_sum, turn, parts)
+    keep_for_graph(delta, dq_sum, turn, parts, *mod_sums)
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
@@ -217,10 +231,13 @@ def backward(
         _pointer(dbias),
         _pointer(parts),
         *map(_pointer, bitmaps),
+        *map(_word, captured),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
         _pointer(bias),
         _pointer(mask),
     )
+    for gradient, total in zip((gradients or {}).values(), mod_sums):
+        gradient[...] = total
 
 
 def _bitmaps(problem: Problem, mask, block_mask) -> tuple[Problem, tuple]:
@@ -241,6 +258,15 @@ def _bitmaps(problem: Problem, mask, block_mask) -> tuple[Problem, tuple]:
 
 def _pointer(x) -> int:
     return 0 if x is None else x.data.ptr
+
+
+def _word(x) -> int:
+    """Of a captured value."""
+    return x if isinstance(x, int) else x.data.ptr
+
+
+def _layout(x):
+    return None if isinstance(x, int) else (x.shape, x.strides)
 
 
 def keep_for_graph(*temporaries) -> None:
@@ -309,7 +335,7 @@ def _plan_forward(problem: Problem, arrays: tuple, rest: Rest) -> Plan:
     if problem.dtype in precise.ITEM:
         return _plan_precise_forward(device, problem, arrays, rest)
     plan = None
-    if path == "sm90" and not choose.skips_elsewhere(problem):
+    if path == "sm90" and not choose.forward_elsewhere(problem):
         plan = _plan_hopper_forward(device, problem, arrays, rest)
     return plan or _plan_portable_forward(device, problem, arrays, rest)
 
@@ -319,14 +345,14 @@ def _plan_portable_forward(device: int, problem: Problem, arrays: tuple, rest: R
     access = _access(problem, arrays[:3] if float32_out else arrays)
     variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
-    params = np.zeros(1, FORWARD_PARAMS)
+    params = zeros(FORWARD_PARAMS, problem.mods, rest.captured)
     params["sizes"] = _forward_sizes(problem)
     for name, x in zip(FORWARD_POINTERS, (*arrays, rest.lse)):
         fill(params, name, x)
     _fill_options(params, problem, rest)
     fill_logits(params, "bias", rest.bias)
     fill_logits(params, "mask", rest.mask)
-    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS, problem.mods)
 
 
 def _plan_precise_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
@@ -339,7 +365,7 @@ def _plan_precise_forward(device: int, problem: Problem, arrays: tuple, rest: Re
     for name, x in zip(FORWARD_POINTERS, (*arrays, rest.lse)):
         fill(params, name, x)
     _fill_options(params, problem, rest)
-    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS, None)
 
 
 def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
@@ -358,7 +384,7 @@ def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Res
     target = "out_map" if spec.staged else "out"
     if spec.staged:
         boxes["out_map"] = (out, queries, group)
-    params = np.zeros(1, HOPPER_FORWARD_PARAMS)
+    params = zeros(HOPPER_FORWARD_PARAMS, problem.mods, rest.captured)
     for name, (x, rows, heads) in boxes.items():
         words = tensor_map.encode(x, problem.dtype, rows, heads)
         if words is None:
@@ -375,8 +401,8 @@ def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Res
     fill(params, "lse", rest.lse)
     _fill_options(params, problem, rest)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
-    names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks", "bias", "mask")
-    return Plan.of((launch,), params, names)
+    names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
+    return Plan.of((launch,), params, names, problem.mods)
 
 
 def _fill_logit_maps(params: np.ndarray, problem: Problem, arrays: dict, rows: int, heads: int = 1) -> bool:
@@ -416,8 +442,7 @@ def _plan_backward(problem: Problem, arrays: tuple, rest: Rest, deterministic: b
     if problem.dtype in precise.ITEM:
         return _plan_precise_backward(device, problem, arrays, rest)
     plan = None
-    elsewhere = (choose.drops_elsewhere, choose.reads_elsewhere, choose.skips_elsewhere)
-    if path == "sm90" and not any(must(problem) for must in elsewhere):
+    if path == "sm90" and not choose.backward_elsewhere(problem):
         if choose.split(problem, deterministic):
             plan = _plan_split_backward(device, problem, arrays, rest)
         else:
@@ -431,7 +456,7 @@ def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, rest: 
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
-    params = np.zeros(1, BACKWARD_PARAMS)
+    params = zeros(BACKWARD_PARAMS, problem.mods, rest.captured)
     _fill_backward(params, problem, arrays, rest)
     params["sizes"] = sizes(problem, _backward_section(problem))
     before = choose.before_backward(main, out.dtype == np.float32, access)
@@ -442,10 +467,11 @@ def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, rest: 
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
         *of_bias,
+        *_launch_mod_gradient(device, params, problem, before, arrays),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
     workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns, parts_size)
-    return Plan.of(launches, params, BACKWARD_POINTERS, workspace)
+    return Plan.of(launches, params, BACKWARD_POINTERS, problem.mods, workspace)
 
 
 def _backward_section(problem: Problem, share: int = L2_SHARE) -> int:
@@ -486,7 +512,8 @@ def _launch_bias(
     """
     if dbias is None:
         return (), 0
-    main = choose.bias_gradient(problem, before, dbias.shape, _access(problem, arrays[:4]), _shared_limit(device))
+    access, mods_at = _access(problem, arrays[:4]), _mods_at(params)
+    main = choose.bias_gradient(problem, before, dbias.shape, access, mods_at, _shared_limit(device))
     spec = main.spec
     of_one, tiles = map(math.prod, choose.bias_tiles(problem, spec, dbias.shape))
     most = BIAS_BLOCKS * _attribute(device, "MultiProcessorCount") * spec.blocks_per_sm
@@ -502,6 +529,22 @@ def _launch_bias(
     return (*launches, Launch.of(choose.bias_sum(main), _blocks(-(-dbias.size // 32), 1))), parts * dbias.size
 
 
+def _launch_mod_gradient(
+    device: int, params: np.ndarray, problem: Problem, before: Variant, arrays: tuple
+) -> tuple[Launch, ...]:
+    """A block takes some queries of one head."""
+    if not (problem.mods and problem.mods.tracked):
+        return ()
+    access = _access(problem, arrays[:4])
+    variant = choose.mod_gradient(problem, before, access, _mods_at(params), _shared_limit(device))
+    tiles = -(-problem.seqlen_q // variant.spec.block_q)
+    return (Launch.of(variant, _blocks(problem.batch * problem.heads_q, tiles)),)
+
+
+def _mods_at(params: np.ndarray) -> int:
+    return params.dtype.fields["mods"][1] if "mods" in params.dtype.names else 0
+
+
 def _statistic_rows(problem: Problem) -> int:
     """Rows of a head whose lse and delta are packed."""
     return -(-problem.seqlen_q // STATISTIC_TILE) * STATISTIC_TILE
@@ -515,7 +558,7 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, rest: Re
     main = choose.hopper_backward(problem, _access(problem, (dq, dk, dv)), deterministic)
     before = choose.before_backward(main, out.dtype == np.float32, _access(problem, (copied[-1], out)))
     spec = main.spec
-    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    params = zeros(HOPPER_BACKWARD_PARAMS, problem.mods, rest.captured)
     rows = (spec.block_q, spec.block_k, spec.block_k, spec.block_q)
     logits = {"bias_map": rest.bias}
     if not _fill_maps(params, problem, copied, rows) or not _fill_logit_maps(params, problem, logits, spec.block_q):
@@ -537,11 +580,11 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, rest: Re
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
         *of_bias,
+        *_launch_mod_gradient(device, params, problem, before, arrays),
     )
-    sum_size = _dq_sum_size(problem, spec)
     turns = 1 + pairs_q * -(-problem.seqlen_q // 16) if deterministic else 0
-    workspace = (pairs_q * 2 * _statistic_rows(problem), sum_size, turns, parts_size)
-    return Plan.of(launches, params, HOPPER_POINTERS, workspace)
+    workspace = (pairs_q * 2 * _statistic_rows(problem), _dq_sum_size(problem, spec), turns, parts_size)
+    return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, workspace)
 
 
 def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[int, ...]) -> bool:
@@ -562,7 +605,7 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Res
     *copied, out, dq, dk, dv = arrays
     if not all(map(tensor_map.possible, copied)):
         return None
-    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    params = zeros(HOPPER_BACKWARD_PARAMS, problem.mods, rest.captured)
     logits = {"bias_map": rest.bias, "mask_map": rest.mask}
     if not _fill_maps(params, problem, copied, (64, 64, 64, 64)) or not _fill_logit_maps(params, problem, logits, 64):
         return None
@@ -584,8 +627,9 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Res
         Launch.of(queries, min(most, runs_q)),
         *_launch_sink(problem, before),
         *of_bias,
+        *_launch_mod_gradient(device, params, problem, before, arrays),
     )
-    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0, parts_size))
+    return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, (pairs_q * problem.seqlen_q, 0, 0, parts_size))
 
 
 def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
@@ -602,7 +646,7 @@ def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, rest: R
         Launch.of(keys, _blocks(pairs_k, -(-problem.seqlen_k // keys.spec.block_k))),
         Launch.of(queries, _blocks(pairs_q, -(-problem.seqlen_q // queries.spec.block_q))),
     )
-    return Plan.of(launches, params, BACKWARD_POINTERS, (pairs_q * problem.seqlen_q, 0, 0, 0))
+    return Plan.of(launches, params, BACKWARD_POINTERS, None, (pairs_q * problem.seqlen_q, 0, 0, 0))
 
 
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .mods import Mods
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -34,6 +36,7 @@ class Problem:
     mask: bool = False  # a mask is given, or a block mask whose blocks are shown in part
     precision: str | None = None  # "tf32", or None for the highest
     blocks: bool = False  # a block mask is given
+    mods: Mods | None = None  # functions of the user
 
     @property
     def group(self) -> int:

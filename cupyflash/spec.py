@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from .mods import Mods
+
 BIAS_TYPES = (None, "float16", "bfloat16", "float32")  # BiasType in kernels/any/logits.cuh
 
 
@@ -321,6 +323,35 @@ class PreciseDeltaSpec(Spec):
 
 
 @dataclass(frozen=True)
+class ModGradientSpec(Spec):
+    """Of the kernel that computes dscore_mod."""
+
+    head_dim: int
+    head_dim_v: int
+    block_k: int
+    warps: int
+    access: int
+    mods_at: int
+    packed: bool
+    softcap: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    blocks: bool = False
+
+    blocks_per_sm = 1
+
+    @property
+    def block_q(self) -> int:
+        return 16 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * (self.block_q + self.block_k) * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True)
 class SinkSpec(Spec):
     """Of the kernel that computes dsink."""
 
@@ -348,6 +379,7 @@ class BiasGradientSpec(Spec):
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
     blocks: bool = False
+    mods_at: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -393,8 +425,10 @@ class Variant:
     template: str  # "forward"
     dtype: str  # "float16", ...
     spec: Spec
+    mods: Mods | None = None  # functions of the user
 
     @property
     def expression(self) -> str:
         """The C++ expression that names the instantiation."""
-        return f"cupyflash::{self.template}<cupyflash::{self.dtype}, {self.spec.cpp()}>"
+        mods = ", cupyflash::mod::UserMods" if self.mods else ""
+        return f"cupyflash::{self.template}<cupyflash::{self.dtype}, {self.spec.cpp()}{mods}>"

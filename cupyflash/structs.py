@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from . import tensor_map
+from .mods import Mods
 from .problem import Problem
 
 ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
@@ -93,15 +94,39 @@ HOPPER_BACKWARD_PARAMS = np.dtype(
         "itemsize": _maps + 960,
     }
 )
-# And the seed, in the place of one.
-FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask")
-BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"),)
+# And the seed, in the place of one; "mods": as many as there are values that functions of the user captured.
+FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
+BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"), "mods")
 HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map", "bias_map", "mask_map")
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 LARGEST = float(np.finfo(np.float32).max)
 CAP_UNIT = 8  # Capped::kUnit in kernels/core/score.cuh
 STATISTIC_TILE = 128  # kStatisticTile
+
+
+def zeros(dtype: np.dtype, mods: Mods | None, captured) -> np.ndarray:
+    """A struct, followed by the strides of what is `captured`, whose words are written for each call."""
+    if mods is None:
+        return np.zeros(1, dtype)
+    params = np.zeros(1, modified(dtype, mods.words))
+    halves = params["mods"].view(np.int32)[0]
+    for slot, x in zip(mods.slots, captured, strict=True):
+        if not isinstance(x, int):
+            strides = [stride // x.itemsize if n > 1 else 0 for stride, n in zip(x.strides, x.shape)]
+            halves[2 * slot + 2 : 2 * slot + 2 + len(strides)] = strides
+    return params
+
+
+def modified(dtype: np.dtype, count: int) -> np.dtype:
+    """`dtype` with the field ``mods`` of so many words behind it: Modified of ``kernels/core/mods.cuh``."""
+    start = -(-dtype.itemsize // 64) * 64
+    formats = [*(dtype[name] for name in dtype.names), np.dtype(("u8", count))]
+    offsets = [*(dtype.fields[name][1] for name in dtype.names), start]
+    names = [*dtype.names, "mods"]
+    return np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": start + -(-8 * count // 64) * 64}
+    )
 
 
 def steps(x) -> tuple[int, ...]:

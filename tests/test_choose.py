@@ -279,7 +279,7 @@ def test_block_masks(d, dv):
                 specs.append(choose.hopper_forward(one, 16, False).spec)
                 assert is_valid(specs[-1]) and not specs[-1].packed
             for deterministic in (False, True):
-                if one.mask or choose.drops_elsewhere(one):
+                if one.mask or choose.backward_elsewhere(one):
                     continue
                 if choose.split(one, deterministic):
                     specs += [variant.spec for variant in choose.hopper_split_backward(one, 16)]
@@ -316,8 +316,8 @@ def test_bias_and_mask_on_hopper(bias, mask):
     for d, dv, seqlen_k in product(dims, dims, (512, 513)):
         one = replace(problem(d, dv), seqlen_k=seqlen_k, bias=bias, mask=mask)
         mains = [choose.hopper_forward(one, 16, False), choose.hopper_forward(one, 2, True)]
-        assert choose.reads_elsewhere(one) == (max(d, dv) > (128 if (bias, mask) == ("float32", True) else 192))
-        if not choose.reads_elsewhere(one):
+        assert choose.backward_elsewhere(one) == (max(d, dv) > (128 if (bias, mask) == ("float32", True) else 192))
+        if not choose.backward_elsewhere(one):
             single = 64 < max(d, dv) <= 128 and seqlen_k > 512 and not mask
             assert choose.split(one) != single
             backwards = (choose.hopper_backward(one, 16, False),) if single else choose.hopper_split_backward(one, 16)
@@ -327,9 +327,9 @@ def test_bias_and_mask_on_hopper(bias, mask):
             assert (BIAS_TYPES[spec.bias], getattr(spec, "mask", False)) == (bias, mask)
             assert spec.logit_slots in (1, 2)
             assert getattr(spec, "teams", 1) == 1, "a warp is left to copy them"
-    assert not any(choose.reads_elsewhere(problem(d)) for d in dims)
+    assert not any(choose.backward_elsewhere(problem(d)) for d in dims)
     dropped = replace(problem(64), dropout=0.5)
-    assert choose.reads_elsewhere(replace(dropped, bias=bias, mask=mask)) and not choose.reads_elsewhere(dropped)
+    assert choose.backward_elsewhere(replace(dropped, bias=bias, mask=mask)) and not choose.backward_elsewhere(dropped)
 
 
 def test_shared_bytes_of_bias_and_mask():

@@ -28,6 +28,7 @@ TOP_HEADERS = (
     *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
     *("precise/forward.cuh", "precise/backward.cuh"),
+    "sm80/mod_gradient.cuh",
 )
 LIMIT = 232448
 
@@ -104,9 +105,10 @@ def test_header(header):
 
 
 def test_top_headers():
-    """They are what the tables hold, on any GPU, and what a bias needs."""
+    """They are what the tables hold, on any GPU, and what a bias and a function of the user need."""
     variants = [variant for capability in choose.SHARED_LIMIT for variant in choose.variants(capability)]
-    assert {variant.header for variant in variants} == set(TOP_HEADERS) - {bias_gradient(64).header}
+    more = {bias_gradient(64).header, "sm80/mod_gradient.cuh"}
+    assert {variant.header for variant in variants} == set(TOP_HEADERS) - more
 
 
 def test_no_other_files():
@@ -328,6 +330,7 @@ SPECS = (
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
     *(spec.BiasGradientSpec, spec.BiasSumSpec),
     *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
+    spec.ModGradientSpec,
 )
 
 
@@ -598,7 +601,7 @@ def test_bias_and_mask_fit_on_hopper(head_dim):
     for more in ({"bias": "bfloat16"}, {"mask": True, **both}, {"bias": "float16", "mask": True, **both}):
         problem = dataclasses.replace(plain, **more)
         variants.append(choose.hopper_forward(problem, 16, "softcap" in more))
-        if choose.reads_elsewhere(problem):
+        if choose.backward_elsewhere(problem):
             continue
         if choose.split(problem):
             variants += choose.hopper_split_backward(problem, 2 if "softcap" in more else 16)

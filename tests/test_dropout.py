@@ -566,7 +566,7 @@ def test_kernels_do_not_spill(arch):
         variants += [choose.forward(one, 16, False, limit), choose.backward(one, 16, False, limit)]
         if arch == "sm_90":
             variants += [choose.hopper_forward(one, 16, False), choose.hopper_forward(replace(one, right=0), 16, False)]
-            if not choose.drops_elsewhere(one):
+            if not choose.backward_elsewhere(one):
                 assert choose.split(one)
                 variants += choose.hopper_split_backward(one, 16)
     with ThreadPoolExecutor(2) as pool:

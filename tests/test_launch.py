@@ -79,8 +79,24 @@ STRUCTS = {
     ),
     "precise/forward.cuh": structs.PRECISE_FORWARD_PARAMS,
     "precise/backward.cuh": structs.PRECISE_BACKWARD_PARAMS,
+    "sm80/mod_gradient.cuh": structs.BACKWARD_PARAMS,
 }
 MULTIPROCESSORS, STREAM = 132, 77
+
+
+def struct_of(variant):
+    """What the kernel reads, its functions of the user included, where it looks for them."""
+    dtype = STRUCTS[variant.header]
+    if variant.mods is None:
+        return dtype
+    whole = structs.modified(dtype, variant.mods.words)
+    if variant.template not in ("bias_gradient", "mod_gradient"):
+        return whole
+    offsets = [whole.fields[name][1] for name in dtype.names] + [variant.spec.mods_at]
+    formats = [whole[name] for name in whole.names]
+    return np.dtype({"names": whole.names, "formats": formats, "offsets": offsets})
+
+
 ADDRESS_WORD = 12  # of a map, behind its other arguments
 
 
@@ -149,7 +165,7 @@ class Gpu:
 
     def launch(self, cooperative, variant, blocks, y, z, threads, thread_y, thread_z, shared_bytes, stream, arguments):
         assert y == z == thread_y == thread_z == 1 and stream == STREAM
-        dtype = STRUCTS[variant.header]
+        dtype = struct_of(variant)
         address = ctypes.c_uint64.from_address(arguments).value
         params = np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0]
         self.launched.append(Launched(variant, blocks, threads, shared_bytes, cooperative, params))
@@ -274,16 +290,17 @@ def prepared(shape, options, names, float32_out, layouts):
     names += tuple(name for name in ARRAYS if name in options)
     arrays = {name: layouts.get(name, array)(shapes[name], dtypes[name]) for name in names}
     keywords = options | {name: arrays[name] for name in ARRAYS if name in options}
+    given = {name: options.get(name) for name in ("score_mod", "mask_mod")}
+    captured = {name: x for mod in given.values() if mod is not None for name, x in mod.arrays.items()}
     if "blocks" in options:
         keywords["block_mask"] = block_mask(shape, keywords.pop("blocks"))
     if "dropout" in options:
         keywords["seed"] = next(SEEDS)
-    words = {"causal": False, "window": None, "scale": None}
-    words |= {name: x for name, x in options.items() if name not in (*ARRAYS, "blocks")}
+    words = {"causal": False, "window": None, "scale": None, "mods": checks.mods(**given, backward="lse" in names)}
+    words |= {name: x for name, x in options.items() if name not in (*ARRAYS, "blocks", *given)}
     words["block_mask"] = keywords["block_mask"].layout if "blocks" in options else None
-    problem = checks.forward(
-        True, checks.options(**words), **{name: arrays[name] for name in ("q", "k", "v", *ARRAYS) if name in arrays}
-    )
+    passed = {name: arrays[name] for name in ("q", "k", "v", *ARRAYS) if name in arrays} | captured
+    problem = checks.forward(True, checks.options(**words), **passed)
     if problem.mask and "mask" not in arrays:
         arrays["mask"] = keywords["block_mask"].mask
     return problem, arrays, keywords
@@ -310,7 +327,7 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     got = cupyflash.attention(*(arrays[name] for name in "qkv"), out=arrays["out"], return_lse=lse, **keywords)
     if lse:
         arrays["lse"] = got[1]
-    on_hopper = gpu.path == "sm90" and not gpu.refuses and not choose.skips_elsewhere(problem)
+    on_hopper = gpu.path == "sm90" and not gpu.refuses and not choose.forward_elsewhere(problem)
     on_hopper = on_hopper and copyable(*(arrays[name] for name in "qkv"))
     on_hopper = on_hopper and all(map(readable, of_logits(problem, arrays).values()))
     main = ("precise_forward" if shape.dtype in precise.ITEM else "hopper_forward" if on_hopper else "forward",)
@@ -333,9 +350,7 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     assert ("dbias" in arrays) == ("bias" in arrays)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
     copied = copied and all(map(readable, of_logits(problem, arrays).values()))
-    elsewhere = choose.drops_elsewhere(problem) or choose.reads_elsewhere(problem)
-    elsewhere = elsewhere or choose.skips_elsewhere(problem)
-    if gpu.path == "sm90" and not gpu.refuses and copied and not elsewhere:
+    if gpu.path == "sm90" and not gpu.refuses and copied and not choose.backward_elsewhere(problem):
         main = ("hopper_keys", "hopper_queries") if choose.split(problem, deterministic) else ("hopper_backward",)
     if shape.dtype in precise.ITEM:
         main = ("precise_keys", "precise_queries")
@@ -371,6 +386,7 @@ def check(gpu, call):
         order += ["sink_gradient"] if call.problem.sink else []
         order += ["bias_gradient"] if call.problem.bias else []
         order += ["add_bias_gradients"] if call.launched[-1].params["dbias"]["parts"] > 1 else []
+        order += ["mod_gradient"] if call.problem.mods and call.problem.mods.tracked else []
     assert [one.variant.template for one in call.launched] == order
     for one in call.launched:
         check_launch(gpu, call, one, packed)
@@ -390,7 +406,7 @@ def check_launch(gpu, call, one, packed):
     assert one.threads == spec.threads and one.shared_bytes == spec.shared_bytes
     assert one.shared_bytes * getattr(spec, "blocks_per_sm", 1) <= choose.SHARED_LIMIT[gpu.capability]
     assert 0 < one.blocks < 1 << 31
-    if template in (*call.main, "bias_gradient"):
+    if template in (*call.main, "bias_gradient", "mod_gradient"):
         options = problem.softcap is not None, problem.alibi, problem.dropout > 0
         assert tuple(getattr(spec, name, False) for name in ("softcap", "alibi", "dropout")) == options
         assert getattr(spec, "bias", 0) == BIAS_TYPES.index(problem.bias)
@@ -407,8 +423,10 @@ def check_launch(gpu, call, one, packed):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
     if template in ("forward", "hopper_forward", "prepare_backward"):
         assert spec.float32_out == (call.arrays["out"].dtype == np.float32)
-    if template in ("prepare_backward", "sink_gradient", "bias_gradient"):
+    if template in ("prepare_backward", "sink_gradient", "bias_gradient", "mod_gradient"):
         assert spec.packed == packed
+    with_mods = (*call.main, "bias_gradient", "mod_gradient")
+    assert one.variant.mods == (problem.mods if template in with_mods else None)
     if hasattr(spec, "access"):
         check_access(call, one)
     check_blocks(call, one)
@@ -433,6 +451,7 @@ ALIGNED = {  # arrays that a kernel reads or writes `access` bytes at once
     "precise_queries": ("q", "k", "v", "dout", "dq"),
     "prepare_backward": ("dout", "out"),
     "finish_backward": ("dq",),
+    "mod_gradient": ("q", "k", "v", "dout"),
 }
 
 
@@ -459,6 +478,7 @@ def check_blocks(call, one):
         "precise_delta": lambda: tiles(pairs_q * problem.seqlen_q, spec.warps),
         "precise_keys": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
         "precise_queries": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
+        "mod_gradient": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
     }
     if template in exact:
         assert one.blocks == exact[template]()
@@ -793,7 +813,7 @@ def test_bias_and_mask(gpu, shape, layout, bias, mask):
         rest = given.get("bias"), given.get("mask"), arrays.get("dbias")
         launch.backward(problem, *backwards, None, None, None, True, 0, *rest)
         main = ("backward",)
-        if hopper and not choose.reads_elsewhere(problem):
+        if hopper and not choose.backward_elsewhere(problem):
             main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
         check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main, True))
     assert len(launch._plans) == (2 if make is array else 4)
@@ -895,6 +915,42 @@ def test_slopes_without_a_batch(gpu):
         forward(gpu, Shape(), OPTIONS["alibi"], alibi_slopes=make)
         backward(gpu, Shape(), OPTIONS["alibi"], alibi_slopes=make)
     assert len(launch._plans) == 4
+
+
+def captured_words(gpu, call, params, values):
+    """What functions of the user captured, then the sums of gradients: pointers with strides, or numbers."""
+    mods, words = call.problem.mods, params["mods"]
+    for capture, slot, value in zip(mods.captures, mods.slots, values, strict=False):
+        if capture.axes:
+            strides = words.view(np.int32)[2 * slot + 2 : 2 * slot + 2 + capture.axes].tolist()
+            assert words[slot] == value.ctypes.data, capture
+            assert [stride * value.itemsize for stride in strides] == list(value.strides), capture
+        else:
+            assert words[slot : slot + 1].view(np.dtype(type(value)).str.replace("8", "4"))[0] == value, capture
+    for capture, slot in zip(mods.tracked, mods.slots[len(mods.captures) :], strict=True):
+        total = gpu.allocated(words[slot])
+        assert total.dtype == np.float32 and total.ndim == capture.axes, capture
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(128, 96, heads_k=1), Shape(256, 256)], ids=name_of)
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("options", ["none", "all", "mask", "blocks", "bias of keys", "blocks in part and bias"])
+def test_functions_of_the_user(gpu, shape, reads, options):
+    """Two calls with the same types: the second one gets its own numbers and arrays, by the same plan."""
+    for n in (3, -4):
+        slope, on = array((2, 4), np.float32), array((30, 40), bool)[::2, ::-1]
+        score = cupyflash.ScoreMod(
+            "score * factor - slope[b, h] * abs(i - j + n)", n=n, slope=slope, factor=n / 2, gradients=("slope",)
+        )
+        mask = cupyflash.MaskMod("on[i % 15, j % 40]" if reads else "on[b, h]", on=on)
+        given = OPTIONS[options] | {"score_mod": score, "mask_mod": mask}
+        calls = forward(gpu, shape, given), backward(gpu, shape, given)
+        assert len(launch._plans) == 2
+        for call in calls:
+            for one in call.launched:
+                if one.variant.mods:
+                    captured_words(gpu, call, one.params, (n, slope, n / 2, on))
+        assert calls[1].arrays["dscore_mod"]["slope"].shape == (2, 4)
 
 
 @pytest.mark.parametrize("gpu", ["9.0"], indirect=True)

@@ -117,6 +117,19 @@ struct HopperQueriesSpec {   // of the kernel of dq
   __device__ constexpr int copying_registers() const { return logit_slots > 0 ? 40 : 24; }
 };
 
+struct ModGradientSpec {  // of the kernel of dscore_mod
+  int head_dim, head_dim_v;
+  int block_k;
+  int warps;  // 16 queries each
+  int access;
+  int mods_at;  // bytes of the struct before the functions
+  bool packed;  // delta as `statistic_of` says
+  bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  bool blocks;
+};
+
 struct SinkSpec {  // of the kernel of dsink
   int warps;       // 32, so that one of them adds what all have summed
   bool packed;     // delta as `statistic_of` says
@@ -135,6 +148,7 @@ struct BiasGradientSpec {  // of the kernel of dbias
   int bias;  // BiasType
   bool mask;
   bool blocks;
+  int mods_at;  // bytes of the struct before functions of the user
 };
 
 struct BiasSumSpec {  // of the kernel that adds its parts

@@ -7,6 +7,7 @@
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "any/logits.cuh"
+#include "core/mods.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
@@ -34,9 +35,9 @@ struct InRegisters {  // a left operand read once
 template <int kRowTiles>
 struct InRegisters<kRowTiles, 0> {};
 
-template <class T, ForwardSpec kSpec>
+template <class T, ForwardSpec kSpec, class Mods = NoMods>
 __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
-    forward(const __grid_constant__ ForwardParams p) {
+    forward(const __grid_constant__ Modified<ForwardParams, Mods> p) {
   constexpr int kThreads = 32 * kSpec.warps, kRowTiles = kSpec.rows_per_warp() / 16;
   constexpr int kSteps = kSpec.head_dim / 16, kAccess = kSpec.access;
   // What a warp owns of out.
@@ -70,7 +71,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Matrix v = head_of(p.v, work.batch, work.head / s.group, s.seqlen_k, s.head_dim_v);
 
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias, Mods>;
   const Change change = {p.score, s};
   const float slope = change.slope(work.batch, work.head);
   const Dropping dropping = {p.dropout, work.batch, work.head};
@@ -151,7 +152,18 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         const Slant slant = change.slant(
             first_key, [&](int half) { return tile_row + scores[t].row(half) + p.score.diagonal; },
             [&](int) { return slope; });
-        if constexpr (kSpec.bias != kNoBias) {
+        if constexpr (Change::kModded) {
+          const auto places =
+              mod::Places<Rows::kQueries, kSpec.block_k>::from(s, work.batch, work.head, tile_row, first_key);
+          if constexpr (kSpec.bias != kNoBias) {
+            using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
+            const Items bias = Items::of(p.bias, work.batch, work.head, tile_row, first_key, s);
+            change.template apply_mods<1>(scores[t], slant, p.mods, places,
+                                          [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
+          } else {
+            change.apply_mods(scores[t], slant, p.mods, places, [](int, int) { return 0.f; });
+          }
+        } else if constexpr (kSpec.bias != kNoBias) {
           using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
           const Items bias = Items::of(p.bias, work.batch, work.head, tile_row, first_key, s);
           change.template apply<1>(scores[t], slant, [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });

@@ -10,6 +10,7 @@
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
+#include "core/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -213,8 +214,9 @@ __device__ __forceinline__ void accumulate(Left& left, Right& right, Accumulator
   right.release();
 }
 
-template <class T, HopperKeysSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_constant__ HopperBackwardParams p) {
+template <class T, HopperKeysSpec kSpec, class Mods = NoMods>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_keys(const __grid_constant__ Modified<HopperBackwardParams, Mods> p) {
   using Queries = Side<T, kSpec.head_dim, kSpec.kept, kSpec.slots>;
   using Douts = Side<T, kSpec.head_dim_v, kSpec.kept, kSpec.slots_dout>;
   extern __shared__ __align__(1024) char shared[];
@@ -239,7 +241,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
 
   const Sizes& s = p.sizes;
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !TileLogits::kAny, "no registers are left for both");
   static_assert(!kSpec.blocks || !TileLogits::kAny, "their tiles come for all keys");
   static_assert(!kSpec.dropout || !Change::kAny, "no registers are left for both");
   const Change change = {p.score, s};
@@ -328,14 +331,20 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         };
         Weights<kTile> rounded;
         if constexpr (Change::kAny || TileLogits::kAny) {
-          if (kSpec.alibi && (kSpec.blocks || tile == tiles.first)) slope = change.slope(work.batch, head++);
+          if ((kSpec.alibi || Change::kModded) && (kSpec.blocks || tile == tiles.first))
+            slope = change.slope(work.batch, head++);
           const Slant slant = change.slant(
               first_query, [&](int half) { return first_key + warp_row + prob.row(half) - p.score.diagonal; },
               [&](int) { return slope; });
           constexpr int kPart = kSpec.access == 16 ? 2 : 1;  // the narrow stores take registers
           const auto minus_lse = [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; };
           logits.wait();
-          if constexpr (kSpec.bias != kNoBias) {
+          if constexpr (Change::kModded) {
+            const auto places =
+                mod::Places<Rows::kKeys, kTile>::from(s, work.batch, head - 1, first_key + warp_row, first_query);
+            change.template weigh_mods<T, true, kPart>(
+                prob, rounded, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+          } else if constexpr (kSpec.bias != kNoBias) {
             auto bias = logits.column_bias(p.bias_map, warp_row);
             change.template weigh<T, true, kPart>(
                 prob, rounded, slant, [&](int j, int i) { return fmaf(bias(j, i), kLog2E, minus_lse(j, i)); });
@@ -356,7 +365,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         }
         if constexpr (kSpec.dropout)
           Dropping{p.dropout, work.batch, head}.template mark<Rows::kKeys>(prob, first_key + warp_row, first_query);
-        if constexpr (kSpec.softcap) {
+        if constexpr (Change::kDerived) {
 #pragma unroll
           for (int step = 0; step < kTile / 16; ++step)
 #pragma unroll

@@ -7,6 +7,7 @@
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
+#include "core/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -17,8 +18,9 @@
 
 namespace cupyflash {
 
-template <class T, HopperQueriesSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __grid_constant__ HopperBackwardParams p) {
+template <class T, HopperQueriesSpec kSpec, class Mods = NoMods>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_queries(const __grid_constant__ Modified<HopperBackwardParams, Mods> p) {
   constexpr int kGroups = 2, kBlockQ = 64 * kGroups, kBlockK = 64, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
   constexpr int kQBytes = tile_bytes(64, kDim), kDoutBytes = tile_bytes(64, kDimV);  // of a group
@@ -50,7 +52,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   Sizes s = p.sizes;
   s.section *= s.group;  // counts query heads here
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const auto shown_to = [&](const Work& work) {
     return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, work.head, work.tile * kBlockQ);
@@ -153,12 +156,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
           first_key, [&](int half) { return first_query + warp_row + prob.row(half) + p.score.diagonal; },
           [&](int) { return slope; });
       Weights<kBlockK> none;
-      if constexpr (kSpec.bias != kNoBias) {
+      const auto minus_lse = [&](int, int i) { return -lse[i / 2]; };
+      if constexpr (Change::kModded) {
+        const auto places = mod::Places<Rows::kQueries, kBlockK>::from(s, works.work.batch, works.work.head,
+                                                                       first_query + warp_row, first_key);
+        change.template weigh_mods<T, false>(
+            prob, none, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+      } else if constexpr (kSpec.bias != kNoBias) {
         auto bias = logits.row_bias(row_of(p.bias_map));
         change.template weigh<T, false>(prob, none, slant,
                                         [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse[i / 2]); });
       } else {
-        change.template weigh<T, false>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
+        change.template weigh<T, false>(prob, none, slant, minus_lse);
       }
       if (masked) prob.hide(first_query + warp_row, first_key, 0.f, visible);
       if constexpr (kSpec.mask) change.hide_masked(prob, none, logits.row_mask(row_of(p.mask_map)));

@@ -53,6 +53,7 @@ struct BackwardTiles {  // in shared memory
   Alibi* alibis;
   LogitPlace* places;
   KeyTile* key_tiles;
+  int* heads = nullptr;             // of queries, for functions of the user
   uint32 count = 0, key_count = 0;  // tiles so far, of queries and of keys
 
   __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, LogitPlace* places,
@@ -89,6 +90,7 @@ struct BackwardTiles {  // in shared memory
   __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[queries().slot(ahead)]; }
   __device__ __forceinline__ Alibi& alibi(int ahead = 0) const { return alibis[queries().slot(ahead)]; }
   __device__ __forceinline__ LogitPlace& place() const { return places[queries().slot()]; }
+  __device__ __forceinline__ int& head() const { return heads[queries().slot()]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
     ++count;
@@ -230,7 +232,7 @@ __device__ __forceinline__ void copy_logits(const HopperBackwardParams& p, Backw
 }
 
 // The warp that copies.
-template <HopperBackwardSpec kSpec>
+template <HopperBackwardSpec kSpec, bool kModded>
 __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
   using Tiles = BackwardTiles<kSpec>;
   constexpr int kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k(), kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -281,6 +283,7 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
         if constexpr (kSpec.alibi)
           tiles.alibi() = {change.slope(work.batch, head), work.tile * kBlockK - p.score.diagonal - first};
         if constexpr (Tiles::TileLogits::kAny) tiles.place() = {work.batch, head, first, work.tile * kBlockK};
+        if constexpr (kModded) tiles.head() = head;
         copy_queries(first, head, work.batch);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,

@@ -6,6 +6,7 @@
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
+#include "core/mods.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
@@ -31,9 +32,9 @@ struct HopperForwardParams {
   LogitMap bias, mask;
 };
 
-template <class T, HopperForwardSpec kSpec>
+template <class T, HopperForwardSpec kSpec, class Mods = NoMods>
 __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.threads(), 1)
-    hopper_forward(const __grid_constant__ HopperForwardParams p) {
+    hopper_forward(const __grid_constant__ Modified<HopperForwardParams, Mods> p) {
   constexpr int kGroups = kSpec.groups, kTeams = kSpec.teams, kWarpgroups = kTeams * kGroups;
   constexpr int kCluster = kSpec.cluster;
   constexpr int kBlockK = kSpec.block_k, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -82,7 +83,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 
   const Sizes& s = p.sizes;
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
@@ -217,15 +219,26 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   // With a bias exponents are natural: in base 2, what is finite might not be.
   constexpr bool kNatural = kSpec.bias != kNoBias;
   const float exponent_log2 = kNatural ? kLog2E : change.scale_log2();
-  const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
+  int head[2], query[2];  // of this lane's rows, for functions of the user
+  // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
+  // may there be keys that do not exist.
+  const auto weigh = [&](int tile, bool first) {
     const int first_key = tile * kBlockK;
     constexpr bool kFew = kWarpgroups > 2 || kSpec.float32_out;  // registers
-    if constexpr (Change::kAny)
-      change.template apply<kFew ? 1 : 2, !kFew>(
-          scores[0],
-          change.slant(
-              first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
-              [&](int half) { return slope[half]; }));
+    const auto slant = [&] {
+      return change.slant(
+          first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
+          [&](int half) { return slope[half]; });
+    };
+    if constexpr (Change::kModded) {
+      auto places = mod::Places<Rows::kQueries, kBlockK>::from(
+          s, works.work.batch, first_key, [&](int half) { return head[half]; }, [&](int half) { return query[half]; });
+      places.inside = !first;
+      change.template apply_mods<kSpec.float32_out ? 1 : 2>(scores[0], slant(), p.mods, places,
+                                                            [](int, int) { return 0.f; });
+    } else if constexpr (Change::kAny) {
+      change.template apply<kFew ? 1 : 2, !kFew>(scores[0], slant());
+    }
     logits.wait();
     if constexpr (kSpec.bias != kNoBias) {
       auto bias = logits.row_bias(row_of(p.bias));
@@ -317,6 +330,12 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         slope[half] = change.slope(work.batch, head_of_row(work, warp_row + out[0].row(half)));
+    if constexpr (Change::kModded)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row + out[0].row(half);
+        head[half] = head_of_row(work, row), query[half] = query_of(row);
+      }
     q_ring.wait(group);
     if (first_tile >= own.first) {
       sit_out(before, true);
@@ -328,7 +347,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       ring.release();
       ring.advance();
       if (before > 0) skip(1);
-      weigh(first_tile);
+      weigh(first_tile, true);
       round_weights();
 #pragma unroll 1
       for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
@@ -341,7 +360,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         turns.pass_on();
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
-        const bool raised = weigh(tile);
+        const bool raised = weigh(tile, false);
         wgmma_wait<0>();  // out is there; v and the registers of the weights are free
         ring.release(1);
         ring.advance(2);
