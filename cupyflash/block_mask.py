@@ -192,7 +192,9 @@ class BlockMask:
         numpy.ndarray or cupy.ndarray, shape (batch or 1, heads_q or 1, seqlen_q, seqlen_k)
             Boolean: True where a query may see a key.
         """
-        checks.fits(self.layout, (*self.blocks.shape[:2], seqlen_q, seqlen_k))
+        whole = self.blocks if self.mask is None else self.mask
+        outer = map(max, self.blocks.shape[:2], whole.shape[:2])
+        checks.fits(self.layout, (*outer, seqlen_q, seqlen_k))
 
         def elements(blocks):
             wide = blocks.repeat(self.block_size[0], axis=2).repeat(self.block_size[1], axis=3)

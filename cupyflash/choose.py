@@ -548,7 +548,7 @@ def sink_gradient(before: Variant) -> Variant:
 
 @functools.lru_cache(maxsize=1024)
 def bias_gradient(
-    problem: Problem, before: Variant, shape: tuple, access: int, mods_at: int, shared_limit: int
+    problem: Problem, before: Variant, shape: tuple, access: int, shared_limit: int, mods_at: int = 0
 ) -> Variant:
     """Return the kernel of a dbias of `shape`, four axes, of what `before` left; `access` is that of the inputs."""
     d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)

@@ -513,7 +513,7 @@ def _launch_bias(
     if dbias is None:
         return (), 0
     access, mods_at = _access(problem, arrays[:4]), _mods_at(params)
-    main = choose.bias_gradient(problem, before, dbias.shape, access, mods_at, _shared_limit(device))
+    main = choose.bias_gradient(problem, before, dbias.shape, access, _shared_limit(device), mods_at)
     spec = main.spec
     of_one, tiles = map(math.prod, choose.bias_tiles(problem, spec, dbias.shape))
     most = BIAS_BLOCKS * _attribute(device, "MultiProcessorCount") * spec.blocks_per_sm

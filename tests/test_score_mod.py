@@ -19,6 +19,16 @@ needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.n
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 70, 130
 
 
+@pytest.fixture
+def backend(option_backend):
+    return option_backend
+
+
+@pytest.fixture
+def backend16(option_backend16):
+    return option_backend16
+
+
 def numbers(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
@@ -166,9 +176,29 @@ def test_visible(backend, visible):
 
 @pytest.mark.parametrize("score", [SCORES["relative bias"], SCORES["statements"]], ids=["table", "statements"])
 @pytest.mark.parametrize("visible", [VISIBLE["documents"], VISIBLE["some see nothing"]], ids=["documents", "some"])
-@pytest.mark.parametrize("options", MASKS.values(), ids=MASKS)
-def test_with_masks(backend1, score, visible, options):
-    run(backend1, case(backend1, seed=3), score, visible, **options)
+def test_with_masks(backend1, score, visible):
+    for options in MASKS.values():
+        run(backend1, case(backend1, seed=3), score, visible, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("score, visible", [("ALiBi", None), ("negative", "some see nothing"), (None, "dilated")])
+def test_with_bias_and_blocks(backend1, head_dim, score, visible):
+    """A bias comes before the function, the masks behind it; of what they hide nothing has a gradient."""
+    x = case(backend1, 200, 330, head_dim=head_dim)
+    rng = np.random.default_rng(2)
+    mask, shown = rng.random((HEADS, 1, 330)) < 0.7, rng.random((BATCH, 1, 2, 3)) < 0.6
+    full = shown & (rng.random((2, 3)) < 0.5)
+    mask, shown, full = map(backend1.xp.asarray, (mask, shown, full))
+    bias = backend1.normal((HEADS, 200, 330), 4)
+    dropped = {"dropout": 0.3, "seed": 7}
+    for options in (
+        {"bias": bias, "causal": True, **dropped},
+        {"mask": mask, "block_mask": cupyflash.BlockMask(shown)},
+        {"bias": bias[:, :1], "block_mask": cupyflash.BlockMask(shown, full=full, mask=mask)},
+        {"bias": bias, "mask": mask, **changes(backend1, HEADS)["both"], **dropped},
+    ):
+        run(backend1, x, score and SCORES[score], visible and VISIBLE[visible], **options)
 
 
 @pytest.mark.parametrize("change", ["softcap", "alibi", "both"])
@@ -196,8 +226,7 @@ def test_head_dims(backend16, head_dim, score, visible, heads_k):
 @pytest.mark.parametrize(
     "seqlen_q, seqlen_k", [(1, 1), (1, 300), (63, 65), (64, 128), (65, 127), (200, 17), (300, 600)]
 )
-@pytest.mark.parametrize("heads_q, heads_k", [(4, 4), (4, 1)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads_q, heads_k, head_dim", [(4, 4, 64), (4, 1, 128)])
 def test_lengths(backend1, seqlen_q, seqlen_k, heads_q, heads_k, head_dim):
     """Places around every edge of a tile, of heads that share a tile too: each is read from an array of them."""
     score = Example(
@@ -623,8 +652,11 @@ def portable(given, head_dim, limit, **options):
     problem = Problem("bfloat16", 1, 2048, 2048, 4, 2, head_dim, head_dim, 1.0, mods=given, **options)
     yield choose.forward(problem, 16, False, limit, 80)
     yield (main := choose.backward(problem, 16, False, limit, 80))
+    before = choose.before_backward(main, False, 16)
+    if problem.bias:
+        yield choose.bias_gradient(problem, before, (1, 4, 2048, 2048), 16, limit, 832)
     if given.tracked:
-        yield choose.mod_gradient(problem, main, 16, 832, limit)
+        yield choose.mod_gradient(problem, before, 16, 832, limit)
 
 
 def hopper(given, head_dim, **options):
@@ -648,6 +680,8 @@ def test_no_spills(head_dim, score, visible):
     texts = [replace(e, function=e.text).of(backend)[0] if e else None for e in (SCORES[score], VISIBLE.get(visible))]
     given = typed(*texts, backward=True)
     jobs = [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80])]
+    mixed = {"bias": "float32", "mask": True, "blocks": True}
+    jobs += [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80], **mixed)]
     jobs += [(one, "sm_90") for one in dict.fromkeys(hopper(given, head_dim))]
     for one, arch in jobs:
         report = compiler.compile_offline(one, arch)
