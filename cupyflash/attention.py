@@ -128,9 +128,9 @@ def attention(
         batch * heads * tiles exceeds 2**31 - 1, the blocks of a launch. `ModError`, one of its kind: the text of
         ``score_mod`` or ``mask_mod`` does not compile.
     NotImplementedError
-        On a GPU: ``softcap``, ``alibi_slopes``, ``sink``, ``bias``, ``mask``, ``block_mask`` or ``dropout`` of float32
-        or float64; any dtype but float16 below compute capability 8.0, or a head_dim that needs more shared memory than
-        the GPU has.
+        On a GPU: ``softcap``, ``alibi_slopes``, ``sink``, ``bias``, ``mask``, ``block_mask``, ``score_mod``,
+        ``mask_mod`` or ``dropout`` of float32 or float64; any dtype but float16 below compute capability 8.0, or a
+        head_dim that needs more shared memory than the GPU has.
     ImportError
         Arrays on a GPU without CuPy.
     RuntimeError
@@ -180,11 +180,11 @@ def attention(
 
     *NaN and infinity.* NaN in a query makes its own row NaN and no other. Work is done in tiles of neighbouring
     queries and keys, and tiles in which ``causal``, ``window`` and ``block_mask`` show no query a key are skipped:
-    NaN or infinity in their keys and values never reaches the result; ``bias`` skips no tile. From a tile
-    that is computed, it may also reach queries of the tile that do not see that key: their weight is 0, and 0
-    times NaN is NaN. NaN or inf in ``bias`` makes the rows NaN that see the key; -inf added to a logit of NaN or
-    inf does not hide it, as ``mask`` does. A sink of inf takes all the weight: ``out = 0``, ``lse = inf``. One of
-    NaN makes ``lse`` of its head NaN, and ``out`` where a query sees a key.
+    NaN or infinity in their keys and values never reaches the result; ``bias`` and ``mask_mod`` skip no tile,
+    ``mask`` may. From a tile that is computed, it may also reach queries of the tile that do not see that key: their
+    weight is 0, and 0 times NaN is NaN. NaN or inf in ``bias`` makes the rows NaN that see the key; -inf added to a
+    logit of NaN or inf does not hide it, as ``mask`` does. A sink of inf takes all the weight: ``out = 0``,
+    ``lse = inf``. One of NaN makes ``lse`` of its head NaN, and ``out`` where a query sees a key.
 
     *Dtypes.* float16, bfloat16 (`ml_dtypes.bfloat16`), float32 and float64, all arrays alike: nothing is cast
     silently. Sums and statistics are float32 (float64 for float64). On the GPU, ``head_dim`` and ``head_dim_v``

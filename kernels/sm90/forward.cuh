@@ -234,8 +234,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       auto places = mod::Places<Rows::kQueries, kBlockK>::from(
           s, works.work.batch, first_key, [&](int half) { return head[half]; }, [&](int half) { return query[half]; });
       places.inside = !first;
-      change.template apply_mods<kSpec.float32_out ? 1 : 2>(scores[0], slant(), p.mods, places,
-                                                            [](int, int) { return 0.f; });
+      change.template apply_mods<kFew ? 1 : 2>(scores[0], slant(), p.mods, places, [](int, int) { return 0.f; });
     } else if constexpr (Change::kAny) {
       change.template apply<kFew ? 1 : 2, !kFew>(scores[0], slant());
     }
