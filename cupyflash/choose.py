@@ -390,7 +390,8 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     else:
         at = 2 * problem.banded + (problem.seqlen_k > SHORT)
         spec = make(row(HOPPER_FORWARD)[at])
-        if problem.dropout or changed and (spec.packed or access < 16):
+        both = problem.mods is not None and any(_change(problem))
+        if problem.dropout or both or changed and (spec.packed or access < 16):
             spec = make(row(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)[at])
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
 
