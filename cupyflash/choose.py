@@ -439,11 +439,13 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    Also with dropout or a mask, with a bias or functions of the user up to 64, with functions that read, and with block
-    masks where the order is fixed or the score is changed: the one kernel has no registers left for them.
+    Also with dropout or a mask, with a bias or functions of the user up to 64, with functions that read or follow a
+    softcap, and with block masks where the order is fixed or the score is changed: the one kernel has no registers left for them.
     """
     width = max(problem.head_dim, problem.head_dim_v)
-    if problem.dropout or problem.mask or width > 128 or problem.mods and problem.mods.reads:
+    if problem.dropout or problem.mask or width > 128:
+        return True
+    if problem.mods and (problem.mods.reads or problem.softcap is not None):
         return True
     if problem.blocks and (deterministic or problem.softcap is not None or problem.alibi):
         return True
