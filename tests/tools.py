@@ -167,8 +167,9 @@ def _backends(*names):
         if name == "numpy":
             params.append(pytest.param(Backend(name, dtype), id=f"{name}-{dtype}"))
             continue
-        for path in PATHS[:1] if dtype in ("float32", "float64") else CUDA_PATHS:
-            params.append(pytest.param(Backend(name, dtype, path), marks=pytest.mark.gpu, id=f"{path}-{dtype}"))
+        wanted = PATHS if name == "cuda" else (name,)
+        for path in PATHS[:1] if dtype in ("float32", "float64") else [path for path in CUDA_PATHS if path in wanted]:
+            params.append(pytest.param(Backend("cuda", dtype, path), marks=pytest.mark.gpu, id=f"{path}-{dtype}"))
     return params
 
 
