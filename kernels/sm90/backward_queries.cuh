@@ -146,13 +146,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
           first_key, [&](int half) { return first_query + warp_row + prob.row(half) + p.score.diagonal; },
           [&](int) { return slope; });
       Weights<kBlockK> none;
-      constexpr int kPart = kDim > 192 ? 1 : 2;  // registers
       if constexpr (kSpec.bias != kNoBias) {
         auto bias = logits.row_bias(row_of(p.bias_map));
-        change.template weigh<T, false, kPart>(prob, none, slant,
-                                               [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse[i / 2]); });
+        change.template weigh<T, false>(prob, none, slant,
+                                        [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse[i / 2]); });
       } else {
-        change.template weigh<T, false, kPart>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
+        change.template weigh<T, false>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
       }
       if (masked) prob.hide(first_query + warp_row, first_key, 0.f, visible);
       if constexpr (kSpec.mask) change.hide_masked(prob, none, logits.row_mask(row_of(p.mask_map)));
