@@ -349,10 +349,18 @@ def logits_of(shape, seqlen_q, seqlen_k):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("mask", ["full", "causal", "rows without keys"])
 @pytest.mark.parametrize("shape", LOGIT_SHAPES)
 @pytest.mark.parametrize("which", LOGIT_CASES)
-@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "mask", "both"])
+@pytest.mark.parametrize(
+    "kind, mask",
+    [
+        ("float16", "full"),
+        ("bfloat16", "causal"),
+        ("float32", "rows without keys"),
+        ("mask", "causal"),
+        ("both", "full"),
+    ],
+)
 def test_bias_and_mask_on_hopper(paths_of_a_call, kind, which, shape, mask):
     """Tiles that the copy engine brings: their elements, their edges, and what all heads or queries share."""
     seqlen_q, seqlen_k, heads_q, heads_k, *head_dims = LOGIT_CASES[which]

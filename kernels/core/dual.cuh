@@ -91,8 +91,7 @@ __device__ __forceinline__ float within_turn(float x) {
 }
 __device__ __forceinline__ float sin(float x) { return __sinf(within_turn(x)); }
 __device__ __forceinline__ float cos(float x) { return __cosf(within_turn(x)); }
-__device__ __forceinline__ Capped capped(float x) { return Capped::of<true, true>(Capped::kUnit * x, 1.f, 0.f); }
-__device__ __forceinline__ float tanh(float x) { return capped(x).value; }
+__device__ __forceinline__ float tanh(float x) { return Tanh::of<true>(x).value; }
 __device__ __forceinline__ float pow(float x, float y) { return powf(x, y); }
 
 __device__ __forceinline__ Dual abs(Dual x) {
@@ -110,7 +109,7 @@ __device__ __forceinline__ Dual sqrt(Dual x) {
 __device__ __forceinline__ Dual sin(Dual x) { return {sin(x.value), cos(x.value) * x.tangent}; }
 __device__ __forceinline__ Dual cos(Dual x) { return {cos(x.value), -sin(x.value) * x.tangent}; }
 __device__ __forceinline__ Dual tanh(Dual x) {
-  const Capped t = capped(x.value);
+  const Tanh t = Tanh::of<true>(x.value);
   return {t.value, t.derivative * x.tangent};
 }
 __device__ __forceinline__ Dual pow(Dual x, float y) {

@@ -224,19 +224,19 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   // may there be keys that do not exist.
   const auto weigh = [&](int tile, bool first) {
     const int first_key = tile * kBlockK;
-    constexpr bool kFew = kWarpgroups > 2 || kSpec.float32_out;  // registers
     const auto slant = [&] {
       return change.slant(
           first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
           [&](int half) { return slope[half]; });
     };
+    constexpr int kPart = kSpec.float32_out ? 1 : 2;
     if constexpr (Change::kModded) {
       auto places = mod::Places<Rows::kQueries, kBlockK>::from(
           s, works.work.batch, first_key, [&](int half) { return head[half]; }, [&](int half) { return query[half]; });
       places.inside = !first;
-      change.template apply_mods<kFew ? 1 : 2>(scores[0], slant(), p.mods, places, [](int, int) { return 0.f; });
+      change.template apply_mods<kPart>(scores[0], slant(), p.mods, places, [](int, int) { return 0.f; });
     } else if constexpr (Change::kAny) {
-      change.template apply<kFew ? 1 : 2, !kFew>(scores[0], slant());
+      change.template apply<kPart>(scores[0], slant());
     }
     logits.wait();
     if constexpr (kSpec.bias != kNoBias) {
