@@ -238,7 +238,8 @@ struct ScoreChange {
       float exponent[4], derivative[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float offset = base(j, i) * (kNatural ? kLn2 : 1.f);
+        float offset = base(j, i);
+        if constexpr (kNatural) offset *= kLn2;
         if constexpr (kAlibi)
           offset = fmaf(-slant.slope[i / 2], fabsf(slant.origin[i / 2] - float(8 * j + i % 2)), offset);
         if constexpr (kSoftcap) {
