@@ -440,7 +440,8 @@ def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
     Also with dropout or a mask, with a bias or functions of the user up to 64, with functions that read or follow a
-    softcap, and with block masks where the order is fixed or the score is changed: the one kernel has no registers left for them.
+    softcap, and with block masks where the order is fixed or the score is changed: the one kernel has no registers left
+    for them.
     """
     width = max(problem.head_dim, problem.head_dim_v)
     if problem.dropout or problem.mask or width > 128:

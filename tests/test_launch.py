@@ -593,7 +593,7 @@ def check_params(call, params):
         assert problem.bias or params["dbias"].item() == (0,) * 8
         assert params["dsink"] == (arrays["dsink"].ctypes.data if problem.sink else 0)
     softcap = problem.softcap
-    capped = (0, 0) if softcap is None else (structs.CAP_UNIT * problem.scale / softcap, softcap / math.log(2))
+    capped = (0, 0) if softcap is None else (problem.scale / softcap, softcap / math.log(2))
     assert score.item()[3:] == (*map(np.float32, capped), problem.diagonal)
     kept = 1 - problem.dropout
     assert params["dropout"].item() == (call.seed, 2**32 * problem.dropout, np.float32(1 / kept))
