@@ -224,13 +224,8 @@ struct ScoreChange {
       float exponent[4], derivative[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-<<<<<<< HEAD
         float offset = base(j, i), factor = sizes.scale_log2;
         if constexpr (kNatural) offset *= kLn2, factor = sizes.scale;
-=======
-        float offset = base(j, i);
-        if constexpr (kNatural) offset *= kLn2;
->>>>>>> integrated
         if constexpr (kAlibi)
           offset = fmaf(-slant.slope[i / 2], fabsf(slant.origin[i / 2] - float(8 * j + i % 2)), offset);
         Tanh t = {x.x[j][i], 1.f};
