@@ -815,7 +815,7 @@ def test_bias_and_mask(gpu, shape, layout, bias, mask):
         main = ("backward",)
         if hopper and not choose.backward_elsewhere(problem):
             main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
-        check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main, True))
+        check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main, deterministic=True))
     assert len(launch._plans) == (2 if make is array else 4)
 
 
