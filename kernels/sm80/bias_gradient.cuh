@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
             [&](int) { return slope; });
         using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
         const Items bias = Items::of(p.bias, batch, head, row, first_col, s);
-        const auto shown = LogitItems<unsigned char>::of(p.mask, batch, head, row, first_col, s);
+        const auto shown = [&] { return LogitItems<unsigned char>::of(p.mask, batch, head, row, first_col, s); };
         if constexpr (Change::kModded) {  // P times the derivative of what they return by what they are given
           change.template apply<1>(prob[t], slant, [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
           change.multiply_mods(prob[t], all.mods(),
@@ -241,13 +241,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           Weights<kCols> none;
           if (masked) change.hide(prob[t], none, row, first_col, visible);
           if constexpr (kSpec.mask)
-            if (in_part) change.hide_masked(prob[t], none, shown);
+            if (in_part) change.hide_masked(prob[t], none, shown());
         } else {
           change.template apply<1>(prob[t], slant,
                                    [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)) - lse[i / 2]; });
           if (masked) prob[t].hide(row, first_col, -kInfinity, visible);
           if constexpr (kSpec.mask)
-            if (in_part) hide_masked(prob[t], shown);
+            if (in_part) hide_masked(prob[t], shown());
 #pragma unroll
           for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll
