@@ -387,6 +387,7 @@ def test_graph(cuda):
     given = block_mask(cuda, x)
     stream = cupy.cuda.Stream(non_blocking=True)
     out = cupy.empty_like(x.q)
+    cupy.cuda.Device().synchronize()  # this stream does not wait for the one that made the arrays
     with stream:
         cupyflash.attention(*x.qkv, block_mask=given, out=out)
         stream.synchronize()
