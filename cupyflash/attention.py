@@ -179,12 +179,13 @@ def attention(
     A call in a CUDA graph keeps its seed: each replay drops the same weights.
 
     *NaN and infinity.* NaN in a query makes its own row NaN and no other. Work is done in tiles of neighbouring
-    queries and keys, and tiles in which ``causal``, ``window`` and ``block_mask`` show no query a key are skipped:
-    NaN or infinity in their keys and values never reaches the result; ``bias`` and ``mask_mod`` skip no tile,
-    ``mask`` may. From a tile that is computed, it may also reach queries of the tile that do not see that key: their
-    weight is 0, and 0 times NaN is NaN. NaN or inf in ``bias`` makes the rows NaN that see the key; -inf added to a
-    logit of NaN or inf does not hide it, as ``mask`` does. A sink of inf takes all the weight: ``out = 0``,
-    ``lse = inf``. One of NaN makes ``lse`` of its head NaN, and ``out`` where a query sees a key.
+    queries and keys, and tiles in which ``causal``, ``window`` and ``block_mask`` show no query a key are
+    skipped: NaN or infinity in their keys and values never reaches the result; ``bias`` and ``mask_mod`` skip
+    no tile, ``mask`` may. From a tile that is computed, it may also reach queries of the tile that do not see
+    that key: their weight is 0, and 0 times NaN is NaN. NaN or inf in ``bias`` makes the rows NaN that see the
+    key; -inf added to a logit of NaN or inf does not hide it, as ``mask`` does; beyond 2.3e38, finite ones may
+    count as 2.3e38 on a GPU. A sink of inf takes all the weight: ``out = 0``, ``lse = inf``. One of NaN makes
+    ``lse`` of its head NaN, and ``out`` where a query sees a key.
 
     *Dtypes.* float16, bfloat16 (`ml_dtypes.bfloat16`), float32 and float64, all arrays alike: nothing is cast
     silently. Sums and statistics are float32 (float64 for float64). On the GPU, ``head_dim`` and ``head_dim_v``
