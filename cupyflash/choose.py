@@ -259,7 +259,7 @@ BIAS_GRADIENT = {
     192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),
     256: ((128, 64, 8, 4, 1), (64, 64, 8, 4, 1), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
 }
-# The same for what spills with the rows above: block masks, and functions of the user.
+# The same for what spills with the rows above: block masks, functions of the user, dropout with a changed score.
 BIAS_GRADIENT_SPARE = {
     **dict.fromkeys((64, 96, 128), ((64, 64, 4, 2, 2),)),
     256: ((64, 64, 8, 4, 1),),
@@ -561,8 +561,8 @@ def bias_gradient(
     def make(tiling):
         return BiasGradientSpec(d, dv, *tiling, True, before.spec.packed, access, *more)
 
-    first = BIAS_GRADIENT_SPARE if problem.blocks or problem.mods else {}
-    spec = fitting(BIAS_GRADIENT, first, make, max(d, dv), shared_limit)
+    spare = problem.blocks or problem.mods or problem.dropout and (problem.softcap is not None or problem.alibi)
+    spec = fitting(BIAS_GRADIENT, BIAS_GRADIENT_SPARE if spare else {}, make, max(d, dv), shared_limit)
     spec = replace(spec, summed=math.prod(bias_tiles(problem, spec, shape)[0]) > 1)
     return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec, problem.mods)
 
