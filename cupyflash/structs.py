@@ -118,7 +118,7 @@ def zeros(dtype: np.dtype, mods: Mods | None, captured) -> np.ndarray:
 
 
 def modified(dtype: np.dtype, count: int) -> np.dtype:
-    """`dtype` with the field ``mods`` of so many words behind it: Modified of ``kernels/core/mods.cuh``."""
+    """`dtype` with the field ``mods`` of so many words behind it: Modified of ``kernels/any/mods.cuh``."""
     start = -(-dtype.itemsize // 64) * 64
     formats = [*(dtype[name] for name in dtype.names), np.dtype(("u8", count))]
     offsets = [*(dtype.fields[name][1] for name in dtype.names), start]

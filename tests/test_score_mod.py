@@ -646,7 +646,7 @@ def test_the_language(arch):
           const Dual y = mods.score(Dual{x[0], 1.f}, at);
           x[0] = mods.score(x[0], at), x[1] = y.value, x[2] = y.tangent;
         }"""
-    tools.nvrtc_compile(compiler.source("core/mods.cuh") + given.cpp() + kernel, (), arch)
+    tools.nvrtc_compile(compiler.source("any/mods.cuh") + given.cpp() + kernel, (), arch)
 
 
 def portable(given, head_dim, limit, **options):

@@ -38,7 +38,7 @@ struct Weights {  // rounded: P, and P times the derivative of softcap
   uint32 prob[kCols / 16][4], changed[kCols / 16][4];
 };
 
-struct NoMods {  // no functions of the user: core/mods.cuh
+struct NoMods {  // no functions of the user: any/mods.cuh
   static constexpr bool kScore = false, kMask = false;
 };
 

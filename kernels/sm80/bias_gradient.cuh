@@ -14,7 +14,7 @@
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "core/mods.cuh"
+#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "sm80/tile.cuh"

@@ -7,7 +7,7 @@
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "any/logits.cuh"
-#include "core/mods.cuh"
+#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "core/epilogue.cuh"
-#include "core/mods.cuh"
+#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/wgmma.cuh"

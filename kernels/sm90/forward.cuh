@@ -6,7 +6,7 @@
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "core/mods.cuh"
+#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
