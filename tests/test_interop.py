@@ -277,7 +277,7 @@ def test_no_copy(name, monkeypatch):
     out = cupyflash.attention(*[from_numpy(name, x) for x in args[1:]])
     for x, view in zip((*args[1:], to_numpy(out)), seen, strict=False):
         assert x.__array_interface__["data"][0] == view.__array_interface__["data"][0]
-    assert seen[4:] == [None, None, None, 0, None, None, None, None]  # lse, slopes, sink, seed, bias, mask, blocks, mods
+    assert seen[4:] == [None] * 3 + [0] + [None] * 4  # lse, slopes, sink, seed, bias, mask, blocks, functions
 
 
 def test_jax_without_copy(monkeypatch):

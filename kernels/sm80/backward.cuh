@@ -6,11 +6,11 @@
 // With dropout, P^T in dv and dP^T lack what is dropped and are scaled; P^T in dS^T is whole.
 #pragma once
 
+#include "any/logits.cuh"
+#include "any/mods.cuh"
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "any/logits.cuh"
-#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"

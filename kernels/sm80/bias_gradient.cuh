@@ -11,10 +11,10 @@
 #pragma once
 
 #include "any/logits.cuh"
+#include "any/mods.cuh"
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "sm80/tile.cuh"

@@ -3,11 +3,11 @@
 // first.
 #pragma once
 
+#include "any/logits.cuh"
+#include "any/mods.cuh"
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "any/logits.cuh"
-#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"

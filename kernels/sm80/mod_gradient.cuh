@@ -6,9 +6,9 @@
 #pragma once
 
 #include "any/logits.cuh"
+#include "any/mods.cuh"
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
-#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"

@@ -7,8 +7,8 @@
 // float32; the kernels of any/around_backward.cuh clear that sum and convert it.
 #pragma once
 
-#include "core/epilogue.cuh"
 #include "any/mods.cuh"
+#include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "sm90/backward_tiles.cuh"
 #include "sm90/wgmma.cuh"

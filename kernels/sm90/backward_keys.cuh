@@ -7,10 +7,10 @@
 // has its next scores issued before the sum that the last ones go into, and computes while the sum goes on.
 #pragma once
 
+#include "any/mods.cuh"
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"

@@ -4,10 +4,10 @@
 //   S = q k^T    P = exp(scale S - lse)    dP = dout v^T    dS = P (dP - delta)    dq += dS k
 #pragma once
 
+#include "any/mods.cuh"
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"

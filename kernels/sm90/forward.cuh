@@ -3,10 +3,10 @@
 // the products of the next tile with the softmax of this one, and take turns at the tensor cores.
 #pragma once
 
+#include "any/mods.cuh"
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
