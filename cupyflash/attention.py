@@ -254,22 +254,8 @@ def attention(
     options = checks.options(causal, window, scale, softcap, dropout, precision, layout, mods)
     checks.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v}
-    if out is not None:
-        arrays["out"] = out
-    if alibi_slopes is not None:
-        arrays["alibi_slopes"] = alibi_slopes
-    if sink is not None:
-        arrays["sink"] = sink
-    if bias is not None:
-        arrays["bias"] = bias
-    if mask is not None:
-        arrays["mask"] = mask
-    for mod in (score_mod, mask_mod):
-        if mod is not None:
-            arrays |= mod.arrays
-    home = interop.home(arrays)
-    if block_mask is not None:
-        checks.block_mask(block_mask, home)
+    arrays |= _present(out=out, alibi_slopes=alibi_slopes, sink=sink, bias=bias, mask=mask)
+    home = _home(arrays, block_mask, score_mod, mask_mod)
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_forward, home.gpu, options, views)
@@ -411,22 +397,8 @@ def attention_backward(
     options = checks.options(causal, window, scale, softcap, dropout, precision, layout, mods)
     checks.flag("deterministic", deterministic)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    if dlse is not None:
-        arrays["dlse"] = dlse
-    if alibi_slopes is not None:
-        arrays["alibi_slopes"] = alibi_slopes
-    if sink is not None:
-        arrays["sink"] = sink
-    if bias is not None:
-        arrays["bias"] = bias
-    if mask is not None:
-        arrays["mask"] = mask
-    for mod in (score_mod, mask_mod):
-        if mod is not None:
-            arrays |= mod.arrays
-    home = interop.home(arrays)
-    if block_mask is not None:
-        checks.block_mask(block_mask, home)
+    arrays |= _present(dlse=dlse, alibi_slopes=alibi_slopes, sink=sink, bias=bias, mask=mask)
+    home = _home(arrays, block_mask, score_mod, mask_mod)
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_backward, home.gpu, options, views)
@@ -465,6 +437,21 @@ def attention_backward(
         if captured:
             given_back["dscore_mod"] = {n.partition(".")[2]: given_back.pop(f"d{n}") for n in captured}
         return AttentionGradients(**given_back)
+
+
+def _present(**arrays):
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _home(arrays, block_mask, *mods):
+    """Where all that the call was given is; to `arrays` what the functions of the user captured is added."""
+    for mod in mods:
+        if mod is not None:
+            arrays |= mod.arrays
+    home = interop.home(arrays)
+    if block_mask is not None:
+        checks.block_mask(block_mask, home)
+    return home
 
 
 class _Plan(NamedTuple):

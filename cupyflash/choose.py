@@ -137,12 +137,13 @@ HOPPER_FORWARD = {
 # The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 # The same for a bias and a mask: the first tiling of a row that leaves room for a tile of them for each warpgroup, or
-# for two. Not timed. By count, at 128: the products of 128 queries and 128 keys take 2048 cycles at best. In that time
+# for two. By count, at 128: the products of 128 queries and 128 keys take 2048 cycles at best. In that time
 #   a 16-bit bias of every head and batch       32 KB, 16 bytes a cycle, where memory gives a multiprocessor 17; what
 #                                               heads share comes from L2, and one row for all is 256 bytes
 #   wavefronts of shared memory                 256 to bring it, 256 to read it (ldmatrix)
 #   instructions a score                        2.2, unpack and add, to about 6 of the softmax; of a mask 3
-# Expected: 0.7 of the speed without a bias, 0.8 where heads share it.
+# Of the speed without (H200, bfloat16, 8192): 128: bias 0.76, shared by heads 0.72, one row for all 0.78, mask 0.85;
+# 64, which loses its third group: 0.50, 0.54, 0.57, 0.60. One item a row, which is portable: 0.22.
 # Tried: three warpgroups at 64 and 96 spill with packed or narrow rows and with a changed score.
 HOPPER_FORWARD_LOGITS = {
     64: ((128, 1, 1, 2, 4, 6),),
@@ -224,10 +225,11 @@ BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
-# With a bias, not timed. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
+# With a bias. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
 # In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
 # read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
-# where a mask, or a bias up to 64 columns, splits the backward, which then reads them twice.
+# where a mask, or a bias up to 64 columns, splits the backward, which then reads them twice. Found: 0.55 with
+# a mask; with a bias its gradient was timed, too.
 # Tried: 64, with one slot of keys: spills 16 bytes for a bias, 56 for a mask; 128: up to 20 for a mask, with ALiBi
 HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
@@ -248,10 +250,12 @@ HOPPER_STATIC = 1024  # bytes that are left for barriers where the tiles of bias
 HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout or functions of the user
 HOPPER_READ = 192  # and up to which their shared memory suffices for tiles of bias and mask; 128 for float32 and a mask
 
-# The gradient of a bias, head_dim up to: (block_q, block_k, warps, warps_q, blocks_per_sm), ... Not timed. At 8192
+# The gradient of a bias, head_dim up to: (block_q, block_k, warps, warps_q, blocks_per_sm), ... At 8192
 # queries and keys, 32 heads of 128, a bias in bfloat16 for every logit, two products are 1.1 TFLOP: 2.9 ms at the 380
 # TFLOP/s that mma.sync does here, and its bytes, read and written, 8.6 GB: 2.1 ms at 4.1 TB/s. Predicted:
 # 3.5 to 4.5 ms, for exponentials and the tiles of K and V, 10 GB from L2, overlap with the products of another block.
+# Found (H200, both at once): the backward takes 4.7 ms without a bias, 17.7 with one that batches share, 14.9 with one
+# that heads share, too, 12.7 with one row: two to three times as much as predicted. By count it waits for L2: 26 GB.
 BIAS_GRADIENT = {
     64: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1)),
     96: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1)),

@@ -12,6 +12,8 @@ from tools import check, inputs
 import cupyflash
 from cupyflash import reference
 
+option_backend, option_backend16 = tools.option_backend, tools.option_backend16
+
 # Of two batches, four query heads, 70 queries and 130 keys.
 SHAPES = [
     (2, 4, 70, 130),
@@ -33,16 +35,6 @@ SHAPES = [
     (),
 ]
 BIAS_DTYPES = ("float16", "bfloat16", "float32")
-
-
-@pytest.fixture
-def backend(option_backend):
-    return option_backend
-
-
-@pytest.fixture
-def backend16(option_backend16):
-    return option_backend16
 
 
 def biases(backend, shape, seed=0, dtype=None, hidden=0.0):

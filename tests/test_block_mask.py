@@ -13,6 +13,8 @@ import cupyflash
 from cupyflash import cpu, reference
 from cupyflash.block_mask import TILE, bitmaps_of
 
+option_backend, option_backend16 = tools.option_backend, tools.option_backend16
+
 # Of 5 x 6 blocks, unless it says otherwise.
 PATTERNS = {
     "none": np.zeros((5, 6), bool),
@@ -28,16 +30,6 @@ PATTERNS = {
     **{f"{seen:.0%}": np.random.default_rng(9).random((5, 6)) < seen for seen in (0.1, 0.3, 0.6, 0.9)},
 }
 every_pattern = pytest.mark.parametrize("blocks", PATTERNS.values(), ids=PATTERNS)
-
-
-@pytest.fixture
-def backend(option_backend):
-    return option_backend
-
-
-@pytest.fixture
-def backend16(option_backend16):
-    return option_backend16
 
 
 def blocks(backend, shape, seed=0, seen=0.5):

@@ -16,18 +16,10 @@ import cupyflash
 from cupyflash import MaskMod, ModError, ScoreMod, checks, choose, compiler, dual, mods, reference, structs
 from cupyflash.problem import Problem
 
+option_backend, option_backend16 = tools.option_backend, tools.option_backend16
+
 needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.nvrtc_missing()))
 BATCH, HEADS, SEQLEN_Q, SEQLEN_K = 2, 4, 70, 130
-
-
-@pytest.fixture
-def backend(option_backend):
-    return option_backend
-
-
-@pytest.fixture
-def backend16(option_backend16):
-    return option_backend16
 
 
 def numbers(*shape, seed=0, dtype=np.float32):

@@ -11,15 +11,7 @@ from tools import check, inputs
 import cupyflash
 from cupyflash import reference
 
-
-@pytest.fixture
-def backend(option_backend):
-    return option_backend
-
-
-@pytest.fixture
-def backend16(option_backend16):
-    return option_backend16
+option_backend, option_backend16 = tools.option_backend, tools.option_backend16
 
 
 def sinks(backend, heads, seed=0, mean=1.0):

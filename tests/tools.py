@@ -188,6 +188,10 @@ ALL_OPTIONS = (*ALL_16, "numpy-float32", "numpy-float64")
 every_backend = backend_fixture(
     "backend", "Every backend in every dtype.", *ALL_OPTIONS, "cuda-float32", "cuda-float64"
 )
+# Those of modules about an option, each of which is one more kernel to compile: the GPU's paths in one dtype each.
+_OPTION_16 = ("numpy-float16", "numpy-bfloat16", "sm80-float16", "sm90-bfloat16")
+option_backend = backend_fixture("backend", "Of `backend`.", *_OPTION_16, "numpy-float32", "numpy-float64")
+option_backend16 = backend_fixture("backend16", "Of `backend16`.", *_OPTION_16)
 
 
 # ---------------------------------------------------------------------------------------------- inputs
