@@ -689,3 +689,36 @@ def test_points_under_the_roofline():
     assert [points[0][1] for _, points, _ in most] == pytest.approx(
         [points[0][0] * device.memory / 1e12 for _, points, _ in most]
     )
+
+
+# --- precise.py
+
+
+def test_standard_attention_is_right(monkeypatch):
+    """With NumPy in the place of CuPy; and cupyflash as the script calls it."""
+    pytest.importorskip("cupy")
+    script = importlib.import_module("precise")
+    monkeypatch.setattr(script, "cupy", np)
+    kernels = {
+        "exponentials": lambda top, scale, p: p.__setitem__(..., np.exp(scale * p - top)),
+        "gradient": lambda p, delta, scale, x: x.__setitem__(..., scale * p * (x - delta)),
+    }
+    for name, kernel in kernels.items():
+        monkeypatch.setattr(script.Standard, name, staticmethod(kernel))
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((1, 20, 3, 8)) for _ in range(4)]
+    found = {}
+    for name in ("cupyflash", "standard"):
+        results = []
+        for call in script.CALLS["float64"][name](arrays, results):
+            call()
+        found[name] = {"errors": script.errors(arrays, results)}
+        assert max(found[name]["errors"]) < 1e-14
+        found[name] |= {
+            pass_: {"seconds": 1.0 + (name == "standard"), "tflops": 3.0} for pass_ in ("forward", "backward")
+        }
+    lines = list(script.row("float64", 64, 1024, found))
+    assert [line.split()[:7] for line in lines] == [
+        ["float64", "64", "1024", "cupyflash", "3.0", "3.0", "1.00"],
+        ["float64", "64", "1024", "standard", "3.0", "3.0", "2.00"],
+    ]

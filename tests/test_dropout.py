@@ -18,6 +18,8 @@ from cupyflash import checks, choose, compiler, reference
 from cupyflash.dropout import kept, philox
 from cupyflash.problem import Problem
 
+option_backend, option_backend16 = tools.option_backend, tools.option_backend16
+
 LENGTHS = (1, 15, 17, 64, 130, 300)
 HEAD_DIMS = [(40, 40), (64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (64, 40), (16, 256)]
 SEED = 0x9E3779B97F4A7C15  # beyond 63 bits
@@ -630,7 +632,7 @@ def test_chosen_tiles(limit):
         if limit == choose.SHARED_LIMIT[90]:
             few = replace(one, heads_q=8, seqlen_q=2)
             specs += [choose.hopper_forward(x, 16, False).spec for x in (one, replace(one, right=0), few)]
-            if not choose.drops_elsewhere(one) and not choose.split(one):
+            if not choose.backward_elsewhere(one) and not choose.split(one):
                 specs += [choose.hopper_backward(one, 16, deterministic).spec for deterministic in (False, True)]
         for spec in specs:
             assert is_valid(spec) and fits(spec, limit) and spec.dropout
@@ -648,7 +650,7 @@ def test_kernels_do_not_spill(arch):
         variants += [choose.forward(one, 16, False, limit), choose.backward(one, 16, False, limit)]
         if arch == "sm_90":
             variants += [choose.hopper_forward(one, 16, False), choose.hopper_forward(replace(one, right=0), 16, False)]
-            assert choose.drops_elsewhere(one) == (head_dim == 256) and choose.split(one) == (head_dim > 128)
+            assert choose.backward_elsewhere(one) == (head_dim == 256) and choose.split(one) == (head_dim > 128)
             if head_dim <= 128:
                 variants += [choose.hopper_backward(replace(one, **c), 16, False) for c in ({}, {"softcap": 1.0})]
     if arch == "sm_90":

@@ -153,16 +153,19 @@ struct KeptFragment {
       blocks[step] = Kept<kRows>::template of<kKeys>(words, query, key);
     }
   }
-  // By the warp itself: each lane makes one word.
+  // By the warp itself: each lane makes a word of four blocks, also of those that are not there.
   __device__ __forceinline__ void decide(const Dropping& dropping, int row, int col) {
-    static_assert(kCols == 64, "a word for each lane");
-    const int lane = lane_index(), block = col + lane / 8 * 16, stream = lane % 8;
-    const uint32 word = kRows == Rows::kQueries ? dropping.word(row / 2, block / 2 + stream)
-                                                : dropping.word(block / 2, row / 2 + stream);
+    const int lane = lane_index(), stream = lane % 8;
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-      blocks[step].even = __shfl_sync(kFullWarp, word, 8 * step + Kept<kRows>::stream(lane))
-                          << Kept<kRows>::shift(lane);
+    for (int first = 0; first < kCols / 16; first += 4) {
+      const int block = col + 16 * first + lane / 8 * 16;
+      const uint32 word = kRows == Rows::kQueries ? dropping.word(row / 2, block / 2 + stream)
+                                                  : dropping.word(block / 2, row / 2 + stream);
+#pragma unroll
+      for (int step = first; step < kCols / 16 && step < first + 4; ++step)
+        blocks[step].even = __shfl_sync(kFullWarp, word, 8 * (step - first) + Kept<kRows>::stream(lane))
+                            << Kept<kRows>::shift(lane);
+    }
   }
   // What is dropped becomes 0.
   __device__ __forceinline__ void drop(Accumulator<kCols>& x) const {

@@ -16,6 +16,7 @@ struct ForwardSpec {
   bool softcap, alibi, dropout;
   int bias;  // BiasType
   bool mask;
+  bool blocks;
 
   __device__ constexpr int rows_per_warp() const { return block_q / warps; }
   // P stays in registers where the warp that made it is the one that needs it.
@@ -34,10 +35,16 @@ struct HopperForwardSpec {
   bool float32_out;
   int access;  // of the stores of out; 16: by the copy engine
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  int logit_slots;  // tiles of bias and mask in flight, of a group
+  bool blocks;
 
   __device__ constexpr bool staged() const { return access == 16; }
-  // Tiles of what dropout keeps in flight, of a group.
-  __device__ constexpr int kept_slots() const { return head_dim > 192 || head_dim_v > 192 ? 1 : 2; }
+  // Tiles of what dropout keeps in flight, of a group; 0: it decides itself, as a warp that could copies bias and mask.
+  __device__ constexpr int kept_slots() const {
+    return !dropout || logit_slots > 0 ? 0 : head_dim > 192 || head_dim_v > 192 ? 1 : 2;
+  }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
   __device__ constexpr int threads() const { return 128 * (teams * groups + 1); }
   __device__ constexpr int registers() const { return teams * groups == 2 ? 232 : teams * groups == 3 ? 160 : 112; }
@@ -58,6 +65,7 @@ struct BackwardSpec {
   bool softcap, alibi, dropout;
   int bias;  // BiasType
   bool mask;
+  bool blocks;
 
   // P and dS stay in registers where the warp that made them is the one that needs them.
   __device__ constexpr bool p_in_registers() const { return score_warps_k == warps && grad_warps_k == warps; }
@@ -72,6 +80,9 @@ struct HopperBackwardSpec {
   bool deterministic;
   int access;  // of the stores of dk and dv
   bool softcap, alibi, dropout;
+  int bias;         // BiasType
+  int logit_slots;  // tiles of it in flight
+  bool blocks;
 
   __device__ constexpr int block_k() const { return 64 * groups; }
   __device__ constexpr int threads() const { return 128 * (groups + 1); }
@@ -85,10 +96,14 @@ struct HopperKeysSpec {      // of the kernel of dk and dv
   int slots, slots_dout;     // tiles of q and of dout in flight
   int access;                // of the stores of dk and dv
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  int logit_slots;  // tiles of bias and mask in flight
+  bool blocks;
 
   __device__ constexpr int threads() const { return 384; }
-  __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return 24; }
+  __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
+  __device__ constexpr int copying_registers() const { return logit_slots > 0 ? 40 : 24; }
 };
 
 struct HopperQueriesSpec {   // of the kernel of dq
@@ -96,15 +111,53 @@ struct HopperQueriesSpec {   // of the kernel of dq
   int slots, slots_v;        // tiles of k and of v in flight
   int access;                // of the stores of dq
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  int logit_slots;  // tiles of bias and mask in flight
+  bool blocks;
 
   __device__ constexpr int threads() const { return 384; }
-  __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return 24; }
+  __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
+  __device__ constexpr int copying_registers() const { return logit_slots > 0 ? 40 : 24; }
+};
+
+struct ModGradientSpec {  // of the kernel of dscore_mod
+  int head_dim, head_dim_v;
+  int block_k;
+  int warps;  // 16 queries each
+  int access;
+  int mods_at;  // bytes of the struct before the functions
+  bool packed;  // delta as `statistic_of` says
+  bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  bool blocks;
 };
 
 struct SinkSpec {  // of the kernel of dsink
   int warps;       // 32, so that one of them adds what all have summed
   bool packed;     // delta as `statistic_of` says
+};
+
+struct BiasGradientSpec {  // of the kernel of dbias
+  int head_dim, head_dim_v;
+  int block_q, block_k;
+  int warps;
+  int warps_q;  // warps along the queries; the others split the keys
+  int blocks_per_sm;
+  bool summed;  // a tile of dbias is the sum of several tiles
+  bool packed;  // delta as `statistic_of` says
+  int access;
+  bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  bool blocks;
+  int mods_at;  // bytes of the struct before functions of the user
+};
+
+struct BiasSumSpec {  // of the kernel that adds its parts
+  int warps;
+  int bias;
 };
 
 struct PrepareSpec {
@@ -117,6 +170,50 @@ struct PrepareSpec {
   __device__ constexpr int lanes() const { return head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32; }
   __device__ constexpr int heads() const { return 64 / lanes(); }
   __device__ constexpr int finished_cols() const { return head_dim % 64 == 0 ? 64 : 32; }  // of a warp afterwards
+};
+
+struct PreciseForwardSpec {
+  int head_dim, head_dim_v;  // multiples of 32
+  int item;                  // bytes of an element
+  int block_q, block_k;
+  int row_tiles;  // of 16 rows, that a warp owns
+  int parts;      // of the columns of out: as many warps own the same rows, and compute their scores each
+  int blocks_per_sm;
+  int products;  // 3, or 1 in plain TF32 and in float64
+  int access;    // bytes of one global load or store: 16, 8 or 4
+
+  __device__ constexpr int warps() const { return block_q / (16 * row_tiles) * parts; }
+};
+
+struct PreciseKeysSpec {  // of the kernel of dk and dv; a warp owns 16 keys
+  int head_dim, head_dim_v;
+  int item;
+  int block_q, block_k;
+  int parts;   // of the columns of dk and dv
+  int stages;  // tiles of q and dout in flight: 1 or 2
+  int blocks_per_sm;
+  int products;
+  int access;
+
+  __device__ constexpr int warps() const { return block_k / 16 * parts; }
+};
+
+struct PreciseQueriesSpec {  // of the kernel of dq; a warp owns 16 queries
+  int head_dim, head_dim_v;
+  int item;
+  int block_q, block_k;
+  int parts;   // of the columns of dq
+  int stages;  // tiles of k and v in flight: 1 or 2
+  int blocks_per_sm;
+  int products;
+  int access;
+
+  __device__ constexpr int warps() const { return block_q / 16 * parts; }
+};
+
+struct PreciseDeltaSpec {  // of the kernel before both; a warp owns a row
+  int warps;
+  int item;
 };
 
 // Hopper: whether a block starts with the registers that its roles share later. Else the last to take its part waits

@@ -2,6 +2,7 @@
 // that has them brought there, and the thread that keeps the order of a deterministic backward.
 #pragma once
 
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
@@ -30,9 +31,6 @@ struct alignas(8) Alibi {  // of a tile of queries and the present keys
 struct KeyTile {
   int first_key, head, batch;
 };
-struct Place {  // of a tile of queries and the present keys, with the head of the queries
-  int first_query, first_key, head, batch;
-};
 
 // The gradients of keys that no query sees, by one warp.
 __device__ inline void clear_rows(const Matrix& m, int first, int count) {
@@ -50,28 +48,30 @@ struct BackwardTiles {  // in shared memory
   static constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ), kStatisticBytes = 8 * kBlockQ;
   static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 6;
   static constexpr int kKeptBytes = 4 * Dropping::words(kBlockQ, kBlockK), kDecidingWarps = kSpec.dropout ? 2 : 0;
+  using TileLogits = Logits<kSpec.bias, false, kBlockQ, kBlockK, kSpec.logit_slots>;
 
   uint32 k, v, q, dout, ds, statistics, kept, barriers;
   Job* jobs;
   Alibi* alibis;
+  LogitPlace* places;
   KeyTile* key_tiles;
-  Place* places;
+  int* heads = nullptr;             // of queries, for functions of the user
   uint32 count = 0, key_count = 0;  // tiles so far, of queries and of keys
 
-  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, KeyTile* key_tiles,
-                                           Place* places)
+  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, LogitPlace* places,
+                                           KeyTile* key_tiles)
       : k(base),
         v(k + kSlots * kKBytes),
         q(v + kSlots * kVBytes),
         dout(q + kSpec.stages * kQBytes),
         ds(dout + kSpec.stages * kDoutBytes),
-        statistics(ds + 2 * kDsBytes),
+        statistics(ds + 2 * kDsBytes + TileLogits::kBytes),
         kept(statistics + kSpec.stages * kStatisticBytes),
         barriers(shared_address(barriers)),
         jobs(jobs),
         alibis(alibis),
-        key_tiles(key_tiles),
-        places(places) {}
+        places(places),
+        key_tiles(key_tiles) {}
 
   __device__ __forceinline__ Ring<kSlots> keys() const { return Ring<kSlots>(barriers, key_count); }
   __device__ __forceinline__ Ring<kSlots> values() const { return Ring<kSlots>(barriers + 16 * kSlots, key_count); }
@@ -93,17 +93,23 @@ struct BackwardTiles {  // in shared memory
   }
   __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[queries().slot(ahead)]; }
   __device__ __forceinline__ Alibi& alibi(int ahead = 0) const { return alibis[queries().slot(ahead)]; }
-  __device__ __forceinline__ Place& place() const { return places[queries().slot()]; }
+  __device__ __forceinline__ LogitPlace& place() const { return places[queries().slot()]; }
+  __device__ __forceinline__ int& head() const { return heads[queries().slot()]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
     ++count;
     if (last) ++key_count;
   }
 
+  __device__ __forceinline__ TileLogits logits() const {
+    return TileLogits(ds + 2 * kDsBytes, barriers + 8 * kBarriers, count);
+  }
+
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = 4 * kSpec.groups;
+    if constexpr (TileLogits::kAny) logits().ring.init(kWarps);
     keys().init(kWarps), values().init(kWarps), douts().init(kWarps, 1 + kDecidingWarps);
-    queries().init(kWarps + (kSpec.deterministic ? 1 : 0));
+    queries().init(kWarps + (kSpec.deterministic ? 1 : 0) + (TileLogits::kAny ? 1 : 0));
     ds_ring().init(kWarps, kWarps), adding().init(kWarps);
   }
 };
@@ -115,12 +121,20 @@ struct BackwardTiles {  // in shared memory
 // them.
 template <HopperBackwardSpec kSpec>
 struct KeyTiles {
+  static_assert(!(kSpec.blocks && kSpec.deterministic), "no registers are left to count what comes before");
   const HopperBackwardParams& p;
   Works works;
   Range seen;
 
-  __device__ __forceinline__ explicit KeyTiles(const HopperBackwardParams& p)
-      : p(p), works(p.keys, p.sizes, takes_tickets() ? ticket() : blockIdx.x, gridDim.x, kSpec.deterministic) {
+  // With a block mask: the tiles of queries that the present keys are shown to. In shared memory, for the warp has few
+  // registers.
+  QueryTiles<kSpec.blocks, kSpec.block_q>& shown;
+
+  __device__ __forceinline__ explicit KeyTiles(const HopperBackwardParams& p,
+                                               QueryTiles<kSpec.blocks, kSpec.block_q>& shown)
+      : p(p),
+        shown(shown),
+        works(p.keys, p.sizes, takes_tickets() ? ticket() : blockIdx.x, gridDim.x, kSpec.deterministic) {
     skip_unseen();
   }
   __device__ __forceinline__ bool left() const { return works.left(); }
@@ -149,7 +163,8 @@ struct KeyTiles {
       const Work& work = works.work;
       const int first_key = work.tile * kSpec.block_k(), last_key = min(first_key + kSpec.block_k(), s.seqlen_k) - 1;
       seen = query_tiles_of(Band(s), {first_key, last_key}, kSpec.block_q);
-      if (seen.last >= seen.first) return;
+      if constexpr (kSpec.blocks) shown.begin(p.key_blocks, seen, work.batch, first_key, work.head * s.group, s.group);
+      if (kSpec.blocks ? shown.left() : seen.last >= seen.first) return;
       clear_rows(head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim), first_key, kSpec.block_k());
       clear_rows(head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v), first_key, kSpec.block_k());
     }
@@ -224,10 +239,10 @@ __device__ __forceinline__ void decide_tiles(const HopperBackwardParams& p, Back
 #pragma unroll 1
     do {
       tiles.count = i / kWords;
-      const volatile Place& place = tiles.place();
+      const volatile LogitPlace& place = tiles.place();
       words[i % (kSpec.stages * kWords)] =
-          Dropping{p.dropout, place.batch, place.head}.template word_of_tile<Tiles::kBlockK>(
-              i % kWords, place.first_query, place.first_key);
+          Dropping{p.dropout, place.batch, place.head}.template word_of_tile<Tiles::kBlockK>(i % kWords, place.query,
+                                                                                             place.key);
       i += kThreads;
     } while (i % kWords >= kThreads);
     tiles.count = i / kWords - 1;
@@ -235,8 +250,22 @@ __device__ __forceinline__ void decide_tiles(const HopperBackwardParams& p, Back
   }
 }
 
-// The warp that copies.
+// The thread that copies the bias: another one, for that warp has no registers left.
 template <HopperBackwardSpec kSpec>
+__device__ __forceinline__ void copy_logits(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
+  while (true) {
+    tiles.queries().wait();
+    const int flags = tiles.job().flags;
+    const LogitPlace place = tiles.place();
+    barrier_arrive(tiles.queries().empty(tiles.queries().slot()));
+    if (flags & Job::kEnd) return;
+    tiles.logits().copy(p.bias_map, p.mask_map, place);
+    tiles.advance(false);
+  }
+}
+
+// The warp that copies.
+template <HopperBackwardSpec kSpec, bool kModded>
 __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
   using Tiles = BackwardTiles<kSpec>;
   constexpr int kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k(), kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -258,7 +287,8 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
     copy_tile<kBlockK, kDim>(tiles.k + slot * Tiles::kKBytes, p.k_map, full, first_key, work.head, work.batch);
   };
 
-  KeyTiles<kSpec> key_tiles(p);
+  __shared__ QueryTiles<kSpec.blocks, kBlockQ> shown;
+  KeyTiles<kSpec> key_tiles(p, shown);
   bool drained = true;
   while (key_tiles.left()) {
     const Work work = key_tiles.works.work;
@@ -266,9 +296,15 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
     const int count = seen.last - seen.first + 1;
     int tile = p.rotated ? seen.first + int(int64(work.tile) * count / p.keys.tiles) : seen.first;
     int in_group = 0, in_head = 0;
+    bool first_of_keys = true;
 #pragma unroll 1
     while (true) {
-      const bool begins = in_group == 0 && in_head == 0, last = in_group == s.group - 1 && in_head == count - 1;
+      const bool begins = kSpec.blocks ? first_of_keys : in_group == 0 && in_head == 0;
+      if constexpr (kSpec.blocks) {
+        tile = shown.tile, in_group = shown.head - work.head * s.group;
+        shown.next(p.key_blocks);
+      }
+      const bool last = kSpec.blocks ? !shown.left() : in_group == s.group - 1 && in_head == count - 1;
       const int slot = tiles.queries().slot(), first = tile * kBlockQ, head = work.head * s.group + in_group;
       if (last) key_tiles.next();
       // A block must not keep the keys of two works, each with one tile, while it waits for those of a third.
@@ -279,7 +315,9 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
         tiles.job() = make_job<kSpec>(p, work, head, first, flags);
         if constexpr (kSpec.alibi)
           tiles.alibi() = {change.slope(work.batch, head), work.tile * kBlockK - p.score.diagonal - first};
-        if constexpr (kSpec.dropout) tiles.place() = {first, work.tile * kBlockK, head, work.batch};
+        if constexpr (Tiles::TileLogits::kAny || kSpec.dropout)
+          tiles.place() = {work.batch, head, first, work.tile * kBlockK};
+        if constexpr (kModded) tiles.head() = head;
         copy_queries(first, head, work.batch);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,
@@ -292,6 +330,10 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
       drained = drains;
       tiles.advance(last);
       if (last) break;
+      if constexpr (kSpec.blocks) {
+        first_of_keys = false;
+        continue;
+      }
       if (++tile > seen.last) tile = seen.first;
       if (++in_head == count) in_head = 0, ++in_group;
     }
