@@ -103,11 +103,6 @@ class HopperForwardSpec(Spec):
         return self.access == 16
 
     @property
-    def kept_slots(self) -> int:
-        """Tiles of what dropout keeps in flight, of a group that does not decide itself."""
-        return 0 if not self.dropout or self.logit_slots else 1 if max(self.head_dim, self.head_dim_v) > 192 else 2
-
-    @property
     def block_q(self) -> int:
         """Rows of one tile."""
         return 64 * self.cluster * self.groups
@@ -120,9 +115,8 @@ class HopperForwardSpec(Spec):
     def shared_bytes(self) -> int:
         width = -(-max(self.head_dim, self.head_dim_v) // 64) * 64
         tiles = 2 * width * self.teams * (self.q_slots * 64 + self.slots * self.block_k)
-        kept = self.groups * self.kept_slots * 64 * self.block_k // 8
         logits = self.groups * self.logit_slots * _logit_bytes(self.bias, self.mask, 64, self.block_k)
-        return tiles + kept + logits + 1024
+        return tiles + logits + 1024
 
 
 @dataclass(frozen=True)

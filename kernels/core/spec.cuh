@@ -41,10 +41,6 @@ struct HopperForwardSpec {
   bool blocks;
 
   __device__ constexpr bool staged() const { return access == 16; }
-  // Tiles of what dropout keeps in flight, of a group; 0: it decides itself, as a warp that could copies bias and mask.
-  __device__ constexpr int kept_slots() const {
-    return !dropout || logit_slots > 0 ? 0 : head_dim > 192 || head_dim_v > 192 ? 1 : 2;
-  }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
   __device__ constexpr int threads() const { return 128 * (teams * groups + 1); }
   __device__ constexpr int registers() const { return teams * groups == 2 ? 232 : teams * groups == 3 ? 160 : 112; }

@@ -42,8 +42,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
   constexpr int kQSlot = kQBytes > kOutBytes ? kQBytes : kOutBytes, kSlot = kKBytes > kVBytes ? kKBytes : kVBytes;
   constexpr int kTeamBytes = kSpec.q_slots * kQSlot + kSpec.slots * kSlot;
-  constexpr int kKeptSlots = kSpec.kept_slots(), kKeptWords = Dropping::words(64, kBlockK);
-  constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots + 2 * kKeptSlots * kGroups;
+  constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots;
   constexpr bool kStaged = kSpec.staged();
   static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
   using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
@@ -53,7 +52,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   static_assert(!kSpec.blocks || !kSpec.packed && kMaskTile % (64 * kCluster * kGroups) == 0,
                 "the rows of a tile have the same blocks");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
-  static_assert(kKeptSlots == 0 || kTeams == 1 && kGroups <= 2, "two warps that copy nothing decide what is kept");
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[kTeams * kBarriers + kGroups * GroupLogits::kBarriers];
@@ -68,12 +66,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   Ring<kSpec.slots, kCluster> ring(barrier_base);  // K and V
   Ring<kSpec.q_slots> q_ring(barrier_base + 16 * kSpec.slots);
   const uint32 out_full = barrier_base + 16 * (kSpec.slots + kSpec.q_slots);  // out is where q was
-  using KeptRing = Ring<kKeptSlots>;                                          // what dropout keeps, of each group
-  const auto kept_ring_of = [&](int group) { return KeptRing(out_full + 8 * kSpec.q_slots + 16 * kKeptSlots * group); };
-  const auto kept_words = [&](int group, int slot) {
-    const uint32 behind = q_base + kTeamBytes - shared_address(shared);
-    return reinterpret_cast<uint32*>(shared + behind) + (group * kKeptSlots + slot) * kKeptWords;
-  };
   const auto logits_of = [&](int group, uint32 count = 0) {
     return GroupLogits(q_base + kTeamBytes + group * GroupLogits::kBytes,
                        barrier_base + 8 * (kBarriers + group * GroupLogits::kBarriers), count);
@@ -83,8 +75,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       for (int i = 0; i < kGroups; ++i) logits_of(i).ring.init(4);
     ring.init(4 * kGroups * kCluster), q_ring.init(kStaged ? 1 : 4);
     for (int i = 0; i < kSpec.q_slots; ++i) barrier_init(out_full + 8 * i, 4);
-    if constexpr (kKeptSlots > 0)
-      for (int group = 0; group < kGroups; ++group) kept_ring_of(group).init(4);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
   }
   if constexpr (kCluster > 1)
@@ -164,27 +154,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
           barrier_arrive(q_ring.empty(q_ring.slot()));
           q_ring.advance();
         }
-    } else if (kKeptSlots > 0 && copier >= 2 && copier - 2 < kGroups) {
-      const int group = copier - 2;
-      KeptRing kept_ring = kept_ring_of(group);
-      // Of their own: what all roles share would find no place in the registers of these.
-      Works mine(p.order, s, opaque(blockIdx.x) / kCluster, opaque(gridDim.x) / kCluster);
-      for (; mine.left(); mine.next()) {
-        const Work& work = mine.work;
-        const int first_query = work.tile * block_q + (rank * kGroups + group) * 64;
-        const int begin = kSpec.blocks ? work.tile * block_q : first_query;  // as those who compute
-        const Range own =
-            begin < s.seqlen_q ? tiles_of(band, begin, kSpec.blocks ? block_q : 64, kBlockK) : Range{0, -1};
-        const auto shown = shown_to(work);
-#pragma unroll 1
-        for (int tile = shown.down(own.last, own.first); tile >= own.first; tile = shown.down(tile - 1, own.first)) {
-          barrier_wait(kept_ring.empty(kept_ring.slot()), kept_ring.parity() ^ 1);
-          Dropping{p.dropout, work.batch, work.head}.template decide<64, kBlockK, 32>(
-              kept_words(group, kept_ring.slot()), first_query, tile * kBlockK);
-          kept_ring.fill();
-          kept_ring.advance();
-        }
-      }
     } else if (GroupLogits::kAny && copier == 2 && lane_index() == 0) {
       if constexpr (kSpec.bias != kNoBias) prefetch_map(p.bias.map);
       if constexpr (kSpec.mask) prefetch_map(p.mask.map);
@@ -216,7 +185,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   Accumulator<kDimV> out[1];
   Accumulator<kBlockK> scores[1];
   uint32 weights[kBlockK / 16][4];  // the 16-bit scores, as left operand
-  KeptRing kept_ring = kept_ring_of(group);
   KeptFragment<Rows::kQueries, kBlockK> kept;
   OnlineSoftmax<1> softmax;
   int first_query;  // of the group
@@ -296,15 +264,12 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       factor[0] = by[0][0], factor[1] = by[0][1];
       raised = true;
     });
-    if constexpr (kSpec.dropout && kKeptSlots == 0)
-      kept.decide({p.dropout, works.work.batch, works.work.head}, first_query + warp_row, first_key);
-    if constexpr (kKeptSlots > 0) {
-      kept_ring.wait();
-      kept.template read<kBlockK>(kept_words(group, kept_ring.slot()), warp_row, 0);
-      __syncwarp();
-      kept_ring.release(), kept_ring.advance();
-    }
     return raised;
+  };
+  // Which of the weights dropout keeps: made while the products are on their way.
+  const auto decide = [&](int tile) {
+    if constexpr (kSpec.dropout)
+      kept.decide({p.dropout, works.work.batch, works.work.head}, first_query + warp_row, tile * kBlockK);
   };
   const auto round_weights = [&] {
 #pragma unroll
@@ -383,6 +348,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       turns.wait();
       issue_scores();
       turns.pass_on();
+      decide(first_tile);
       wgmma_wait<0>();
       ring.release();
       ring.advance();
@@ -398,6 +364,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         ring.wait(1);
         issue_out(1);  // of the tile before
         turns.pass_on();
+        decide(tile);
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
         const bool raised = weigh(tile, false);
