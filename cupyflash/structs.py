@@ -17,7 +17,9 @@ ROW_ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("head", "i8"), ("row", "
 _COUNTS = "batch heads_q group seqlen_q seqlen_k head_dim head_dim_v low high section"
 SIZES = np.dtype([*((n, "i4") for n in _COUNTS.split()), ("scale", "f4"), ("scale_log2", "f4")], align=True)
 _SCORE = [("slopes", "u8"), ("batch", "i8"), ("head", "i8")]
-SCORE = np.dtype([*_SCORE, *((n, "f4") for n in ("inside", "cap")), ("diagonal", "i4")], align=True)
+SCORE = np.dtype(
+    [*_SCORE, *((n, "f4") for n in ("inside", "cap", "near")), ("series", "f4", 4), ("diagonal", "i4")], align=True
+)
 SINK = np.dtype([("data", "u8"), ("head", "i8")], align=True)
 LOGIT_ARRAY = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "row", "col"))], align=True)
 BIAS_GRADIENT = np.dtype(
@@ -61,38 +63,35 @@ PRECISE_BACKWARD_PARAMS = np.dtype(
 
 ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "paired")])
 MAP = np.dtype(("u8", tensor_map.WORDS))
-LOGIT_MAP = np.dtype(
-    {
-        "names": ["map", "batch", "head", "row"],
-        "formats": [MAP, "i4", "i4", "i4"],
-        "offsets": [0, 128, 132, 136],
-        "itemsize": 192,
-    }
-)
-_names = ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score", "sink", "dropout"]
-HOPPER_FORWARD_PARAMS = np.dtype(
-    {
-        "names": [*_names, "blocks", "bias", "mask"],
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT, BLOCKS]
-        + [LOGIT_MAP, LOGIT_MAP],
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704, 720, 768, 960],
-        "itemsize": 1152,
-    }
+MAP_ALIGNMENT = 64
+
+
+def _with_maps(*fields: tuple[str, np.dtype]) -> np.dtype:
+    """The layout that C++ gives to a struct with tensor maps, whose alignment NumPy does not know."""
+    offsets, end = [], 0
+    for _, dtype in fields:
+        dtype = np.dtype(dtype)
+        alignment = MAP_ALIGNMENT if dtype == MAP or "map" in (dtype.names or ()) else dtype.alignment
+        offsets.append(-(-end // alignment) * alignment)
+        end = offsets[-1] + dtype.itemsize
+    names, formats = zip(*fields)
+    itemsize = -(-end // MAP_ALIGNMENT) * MAP_ALIGNMENT
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": itemsize})
+
+
+LOGIT_MAP = _with_maps(("map", MAP), *((n, "i4") for n in ("batch", "head", "row")))
+HOPPER_FORWARD_PARAMS = _with_maps(
+    *((n, MAP) for n in ("q", "k", "v", "out_map")),
+    *(("out", ARRAY), ("lse", ROW_ARRAY), ("sizes", SIZES), ("order", ORDER), ("queries", "i4")),
+    *(("score", SCORE), ("sink", SINK), ("dropout", DROPOUT), ("blocks", BLOCKS)),
+    *(("bias", LOGIT_MAP), ("mask", LOGIT_MAP)),
 )
 # The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
-_maps = -(-BACKWARD_PARAMS.itemsize // 64) * 64
-HOPPER_BACKWARD_PARAMS = np.dtype(
-    {
-        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries", "rotated"]
-        + ["bias_map", "mask_map"],
-        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER, "i4"]
-        + [LOGIT_MAP, LOGIT_MAP],
-        "offsets": [
-            *(BACKWARD_PARAMS.fields[n][1] for n in BACKWARD_PARAMS.names),
-            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532, 552, 576, 768)),
-        ],
-        "itemsize": _maps + 960,
-    }
+HOPPER_BACKWARD_PARAMS = _with_maps(
+    *((n, BACKWARD_PARAMS[n]) for n in BACKWARD_PARAMS.names),
+    *((n, MAP) for n in ("q_map", "k_map", "v_map", "dout_map")),
+    *(("keys", ORDER), ("queries", ORDER), ("rotated", "i4")),
+    *(("bias_map", LOGIT_MAP), ("mask_map", LOGIT_MAP)),
 )
 # And the seed, in the place of one; "mods": as many as there are values that functions of the user captured.
 FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
@@ -161,6 +160,23 @@ def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:
     if problem.softcap is not None:
         params["score"]["inside"] = min(max(problem.scale / problem.softcap, -LARGEST), LARGEST)
         params["score"]["cap"] = problem.softcap * math.log2(math.e)
+        params["score"]["near"], params["score"]["series"] = _series(problem.scale, problem.softcap)
+
+
+# tanh(u) / u in u^2, for u < 1/4 with an error below 3e-9.
+TANH = (1.0, -0.333332419, 0.133242637, -0.0514330491)
+
+
+def _series(scale: float, softcap: float) -> tuple[float, tuple[float, ...]]:
+    """What the kernels compute softcap with while |score| < near; 0 where float32 cannot hold the coefficients."""
+    inside = scale / softcap
+    try:
+        near = 0.25 / abs(inside)
+        series = tuple(scale * math.log2(math.e) * c * inside ** (2 * n) for n, c in enumerate(TANH))
+    except (ZeroDivisionError, OverflowError):
+        return 0.0, (0.0,) * 4
+    held = all(TINY <= abs(x) <= LARGEST for x in (near * near, *series))
+    return (near, series) if held else (0.0, (0.0,) * 4)
 
 
 def fill_dropout(params: np.ndarray, problem: Problem) -> None:

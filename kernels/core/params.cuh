@@ -47,6 +47,8 @@ struct Score {  // core/score.cuh
   const float* slopes;
   int64 batch, head;  // strides
   float inside, cap;  // scale / softcap, and softcap in base 2
+  float near;         // below it softcap is, in base 2, score * series(score^2)
+  float series[4];    // its coefficients
   int diagonal;       // query i has the distance 0 from the key i + diagonal
 };
 

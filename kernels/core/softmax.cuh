@@ -9,8 +9,9 @@ namespace cupyflash {
 
 template <int kRowTiles>
 struct OnlineSoftmax {
-  static constexpr float kSlack = 8.f;         // log2 of how far the maximum may lag
-  static constexpr float kExact = 16384.f;     // beyond it, rounding max * scale would show in exp2
+  static constexpr float kSlack = 8.f;      // log2 of how far the maximum may lag
+  static constexpr float kExact = 16384.f;  // beyond it, rounding max * scale would show in exp2
+  static constexpr float kNear = 64.f;
   float top[kRowTiles][2], sum[kRowTiles][2];  // of the rows lane / 4 and lane / 4 + 8; sum: of this lane's columns
 
   __device__ __forceinline__ OnlineSoftmax() {
@@ -26,6 +27,26 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void weigh(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2, Rescale rescale) {
     raise(scores, scale_log2, rescale);
     exponentiate(scores, scale_log2);
+  }
+
+  // Of exponents, relative to `origin`: an addition that is made with others, when they are.
+  template <int kCols, class Rescale>
+  __device__ __forceinline__ void weigh_relative(Accumulator<kCols> (&exponents)[kRowTiles], Rescale rescale) {
+    raise_relative(exponents, rescale);
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int j = 0; j < kCols / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& x = exponents[t].x[j][i];
+          x = exp2f(x);
+          sum[t][i / 2] += x;
+        }
+  }
+  // top, where it takes no digits from exponents near 0 that it is subtracted from; 0 also of a row without keys.
+  __device__ __forceinline__ float origin(int t, int half) const {
+    return fabsf(top[t][half]) <= kNear ? top[t][half] : 0.f;
   }
 
   // 1 / sum and the log-sum-exp of the row, with `sink` among its logits; 0 and sink where no key was seen. The sum is
@@ -46,40 +67,77 @@ struct OnlineSoftmax {
     return (score - top) * scale_log2 > kSlack;  // also where the row had no key so far
   }
 
+  // Of the columns of this lane.
+  template <int kCols>
+  __device__ __forceinline__ static float highest(const Accumulator<kCols>& scores, int half) {
+    float m;
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j) {
+      const float pair = fmaxf(scores.x[j][2 * half], scores.x[j][2 * half + 1]);
+      m = j == 0 ? pair : fmaxf(m, pair);
+    }
+    return m;
+  }
+  __device__ __forceinline__ static float of_row(float m) {
+    m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 1));
+    return fmaxf(m, __shfl_xor_sync(kFullWarp, m, 2));
+  }
   // Rarely does any row grow: then no lane need know the maximum of a whole row, only that its columns do not exceed
   // top.
   template <int kCols, class Rescale>
   __device__ __forceinline__ void raise(const Accumulator<kCols> (&scores)[kRowTiles], float scale_log2,
                                         Rescale rescale) {
-    float highest[kRowTiles][2];
+    float m[kRowTiles][2];
     bool grew = false;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float& m = highest[t][half];
-#pragma unroll
-        for (int j = 0; j < kCols / 8; ++j) {
-          const float pair = fmaxf(scores[t].x[j][2 * half], scores[t].x[j][2 * half + 1]);
-          m = j == 0 ? pair : fmaxf(m, pair);
-        }
-        grew |= exceeds(m, top[t][half], scale_log2);
-      }
+      for (int half = 0; half < 2; ++half)
+        m[t][half] = highest(scores[t], half), grew |= exceeds(m[t][half], top[t][half], scale_log2);
     if (!__any_sync(kFullWarp, grew)) return;
     float factor[kRowTiles][2];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float m = highest[t][half], &old = top[t][half];
-        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 1));
-        m = fmaxf(m, __shfl_xor_sync(kFullWarp, m, 2));
-        const float next = exceeds(m, old, scale_log2) ? m : old;
+        float& old = top[t][half];
+        const float most = of_row(m[t][half]), next = exceeds(most, old, scale_log2) ? most : old;
         factor[t][half] = next == old ? 1.f : exp2f((old - next) * scale_log2);
         sum[t][half] *= factor[t][half];
         old = next;
       }
     rescale(factor);
+  }
+  template <int kCols, class Rescale>
+  __device__ __forceinline__ void raise_relative(Accumulator<kCols> (&exponents)[kRowTiles], Rescale rescale) {
+    float m[kRowTiles][2], rest[kRowTiles][2];  // of top
+    bool grew = false, remote = false;
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        m[t][half] = highest(exponents[t], half), rest[t][half] = top[t][half] - origin(t, half);
+        grew |= m[t][half] > rest[t][half] + kSlack;  // also where the row had no key so far
+        remote |= rest[t][half] != 0.f;
+      }
+    if (!__any_sync(kFullWarp, grew || remote)) return;
+    float factor[kRowTiles][2];
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float from = origin(t, half), most = of_row(m[t][half]);
+        float &old = top[t][half], &beyond = rest[t][half];
+        const float next = most > beyond + kSlack ? from + most : old;
+        factor[t][half] = next == old ? 1.f : exp2f(old - next);
+        sum[t][half] *= factor[t][half];
+        old = next;
+        beyond = next == -kInfinity ? 0.f : next - from;
+#pragma unroll
+        for (int j = 0; j < kCols / 8; ++j)
+          exponents[t].x[j][2 * half] -= beyond, exponents[t].x[j][2 * half + 1] -= beyond;
+      }
+    if (__any_sync(kFullWarp, grew)) rescale(factor);
   }
 
   template <int kCols>

@@ -93,6 +93,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
   for (int t = 0; t < kOutRowTiles; ++t) out[t].clear();
   OnlineSoftmax<kRowTiles> softmax;
+  constexpr bool kRelative = Change::kAny && !Change::kModded && kSpec.bias == kNoBias;
   const auto scale_out = [&] {
 #pragma unroll
     for (int t = 0; t < kOutRowTiles; ++t) {
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           const Items bias = Items::of(p.bias, work.batch, work.head, tile_row, first_key, s);
           change.template apply<1>(scores[t], slant, [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
         } else {
-          change.apply(scores[t], slant);
+          change.apply(scores[t], slant, [&](int, int i) { return -softmax.origin(t, i / 2); });
         }
       }
     if (first_key < seen_by_all.first || first_key + kSpec.block_k - 1 > seen_by_all.last) {
@@ -198,6 +199,12 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           hide_masked(scores[t], LogitItems<unsigned char>::of(p.mask, work.batch, work.head, tile_row, first_key, s));
         }
 
+    const auto weigh = [&](auto rescale) {
+      if constexpr (kRelative)
+        softmax.weigh_relative(scores, rescale);
+      else
+        softmax.weigh(scores, change.scale_log2(), rescale);
+    };
     if constexpr (kPInRegisters) {
       if constexpr (kSpec.stages == 1) {
         wait_copies<0>();
@@ -205,7 +212,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         if (!is_last()) load_tile<kThreads, kAccess>(k_tile(0), k, next() * kSpec.block_k);
         commit_copies();
       }
-      softmax.weigh(scores, change.scale_log2(), [&](const float (&factor)[kRowTiles][2]) {
+      weigh([&](const float (&factor)[kRowTiles][2]) {
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) out[t].scale_rows(factor[t][0], factor[t][1]);
       });
@@ -214,7 +221,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     } else {
       float factors[kRowTiles][2];
       bool grew = false;
-      softmax.weigh(scores, change.scale_log2(), [&](const float (&factor)[kRowTiles][2]) {
+      weigh([&](const float (&factor)[kRowTiles][2]) {
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) factors[t][0] = factor[t][0], factors[t][1] = factor[t][1];
         grew = true;

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps)
       const Items bias = Items::of(p.bias, batch, head, warp_row, first_key, s);
       change.template apply<1>(logits[0], slant, [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
     } else {
-      change.template apply<1>(logits[0], slant);
+      change.template apply<1>(logits[0], slant, [](int, int) { return 0.f; });
     }
     if constexpr (kSpec.dropout) {
       KeptFragment<Rows::kQueries, kBlockK> kept;

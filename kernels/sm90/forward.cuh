@@ -221,6 +221,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   // With a bias exponents are natural: in base 2, what is finite might not be.
   constexpr bool kNatural = kSpec.bias != kNoBias;
   const float exponent_log2 = kNatural ? kLog2E : change.scale_log2();
+  constexpr bool kRelative = Change::kAny && !Change::kModded && !kNatural;
   int head[2], query[2];  // of this lane's rows, for functions of the user
   // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
   // may there be keys that do not exist.
@@ -238,7 +239,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       places.inside = !first;
       change.template apply_mods<kPart>(scores[0], slant(), p.mods, places, [](int, int) { return 0.f; });
     } else if constexpr (Change::kAny) {
-      change.template apply<kPart>(scores[0], slant());
+      change.template apply<kPart>(scores[0], slant(),
+                                   [&](int, int i) { return kRelative ? -softmax.origin(0, i / 2) : 0.f; });
     }
     logits.wait();
     if constexpr (kSpec.bias != kNoBias) {
@@ -260,10 +262,14 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     }
     logits.release();
     bool raised = false;  // of this warp: its out is not there yet, and to wait is for the warpgroup
-    softmax.weigh(scores, exponent_log2, [&](const float (&by)[1][2]) {
+    const auto rescale = [&](const float (&by)[1][2]) {
       factor[0] = by[0][0], factor[1] = by[0][1];
       raised = true;
-    });
+    };
+    if constexpr (kRelative)
+      softmax.weigh_relative(scores, rescale);
+    else
+      softmax.weigh(scores, exponent_log2, rescale);
     return raised;
   };
   // Which of the weights dropout keeps: made while the products are on their way.
