@@ -142,8 +142,10 @@ HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4
 # 128 x 128 weights are 3000 issued instructions where the products take 2800 cycles: expected 0.8 to 0.9 of the speed
 # without, backward 0.85.
 HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with these, dropout
+HOPPER_FORWARD_ALL = {128: ((96, 1, 1, 2, 4, 5),) * 4}  # and with these, softcap, ALiBi and dropout together
 # The same for a bias and a mask: the first tiling of a row that leaves room for a tile of them for each warpgroup, or
-# for two. By count, at 128: the products of 128 queries and 128 keys take 2048 cycles at best. In that time
+# for two. A warp that would decide what dropout keeps copies these tiles: those who compute decide. By count, at 128:
+# the products of 128 queries and 128 keys take 2048 cycles at best. In that time
 #   a 16-bit bias of every head and batch       32 KB, 16 bytes a cycle, where memory gives a multiprocessor 17; what
 #                                               heads share comes from L2, and one row for all is 256 bytes
 #   wavefronts of shared memory                 256 to bring it, 256 to read it (ldmatrix)
@@ -270,7 +272,7 @@ BIAS_GRADIENT = {
     192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),
     256: ((128, 64, 8, 4, 1), (64, 64, 8, 4, 1), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
 }
-# The same for what spills with the rows above: block masks, functions of the user, dropout with a changed score.
+# The same for what spills with the rows above: block masks, functions of the user, dropout.
 BIAS_GRADIENT_SPARE = {
     **dict.fromkeys((64, 96, 128), ((64, 64, 4, 2, 2),)),
     256: ((64, 64, 8, 4, 1),),
@@ -405,6 +407,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         both = problem.mods is not None and any(_change(problem))
         if problem.dropout or both or changed and (spec.packed or access < 16):
             spare = HOPPER_FORWARD_SPARE | (HOPPER_FORWARD_DROPPED if problem.dropout else {})
+            spare |= HOPPER_FORWARD_ALL if all(_change(problem)) else {}
             spec = make(row(HOPPER_FORWARD | spare)[at])
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
 
@@ -483,15 +486,16 @@ def forward_elsewhere(problem: Problem) -> bool:
 
 def backward_elsewhere(problem: Problem) -> bool:
     """Whether the backward must take the portable kernel: also where Hopper's have no registers left for its options,
-    or no shared memory for its bias and mask."""
+    or no shared memory for its bias and mask. Beside those and functions of the user, dropout has neither the registers
+    to decide nor, in the one kernel, the warps: one copies the bias.
+    """
     width = max(problem.head_dim, problem.head_dim_v)
     if problem.mods:
         widest = 128 if problem.mods.reads else HOPPER_DROPPED
     elif reads(problem):
         widest = 128 if problem.bias == "float32" and problem.mask else HOPPER_READ
     else:
-        changed = problem.softcap is not None or problem.alibi
-        return _mixes(problem) or problem.dropout > 0 and (width > HOPPER_DROPPED or changed)
+        return _mixes(problem) or problem.dropout > 0 and width > HOPPER_DROPPED
     return _mixes(problem) or problem.dropout > 0 or width > widest
 
 
@@ -576,7 +580,7 @@ def bias_gradient(
     def make(tiling):
         return BiasGradientSpec(d, dv, *tiling, True, before.spec.packed, access, *more)
 
-    spare = problem.blocks or problem.mods or problem.dropout and (problem.softcap is not None or problem.alibi)
+    spare = problem.blocks or problem.mods or problem.dropout
     spec = fitting(BIAS_GRADIENT, BIAS_GRADIENT_SPARE if spare else {}, make, max(d, dv), shared_limit)
     spec = replace(spec, summed=math.prod(bias_tiles(problem, spec, shape)[0]) > 1)
     return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec, problem.mods)

@@ -443,6 +443,8 @@ def test_shared_bytes_of_dropout():
         assert spec.shared_bytes - without.shared_bytes == tiles * rows * spec.block_k // 8, spec
     spec = choose.hopper_forward(replace(problem(256), dropout=0.5), 16, False).spec
     assert spec.shared_bytes - replace(spec, dropout=False).shared_bytes == 128 * 64 // 8
+    spec = choose.hopper_forward(replace(problem(128), dropout=0.5, mask=True), 16, False).spec
+    assert spec.shared_bytes == replace(spec, dropout=False).shared_bytes, "those who compute decide"
 
 
 @pytest.mark.parametrize(

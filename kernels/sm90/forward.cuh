@@ -296,8 +296,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       factor[0] = by[0][0], factor[1] = by[0][1];
       raised = true;
     });
-    if constexpr (kSpec.dropout && kKeptSlots == 0)
-      kept.decide({p.dropout, works.work.batch, works.work.head}, first_query + warp_row, first_key);
     if constexpr (kKeptSlots > 0) {
       kept_ring.wait();
       kept.template read<kBlockK>(kept_words(group, kept_ring.slot()), warp_row, 0);
@@ -306,9 +304,11 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     }
     return raised;
   };
-  const auto round_weights = [&] {
+  const auto round_weights = [&](int tile) {
 #pragma unroll
     for (int step = 0; step < kBlockK / 16; ++step) scores[0].template operand<T>(weights[step], step);
+    if constexpr (kSpec.dropout && kKeptSlots == 0)  // here, where the scores leave registers for it
+      kept.decide({p.dropout, works.work.batch, works.work.head}, first_query + warp_row, tile * kBlockK);
     if constexpr (kSpec.dropout) kept.drop(weights);
   };
   const auto finish = [&](const Work& work) {  // out and lse
@@ -388,7 +388,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       ring.advance();
       if (before > 0) skip(1);
       weigh(first_tile, true);
-      round_weights();
+      round_weights(first_tile);
 #pragma unroll 1
       for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
            tile = shown.down(tile - 1, own.first)) {
@@ -404,7 +404,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         wgmma_wait<0>();  // out is there; v and the registers of the weights are free
         ring.release(1);
         ring.advance(2);
-        round_weights();
+        round_weights(tile);
         if (raised) out[0].scale_rows(factor[0], factor[1]);
       }
       if (after > 0) turns.wait(), turns.pass_on(), skip(1);
