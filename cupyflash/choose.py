@@ -396,7 +396,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
     changed = problem.mods is not None or any(_change(problem))
     if reads(problem):
-        spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS))
+        spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS), problem.dropout > 0)  # which spills with one at 128
     elif problem.blocks:
         spec = make(row(HOPPER_FORWARD_BLOCKS))
     elif problem.mods and problem.mods.reads:
@@ -412,9 +412,11 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
 
 
-def _with_logits(make, tilings: tuple):
+def _with_logits(make, tilings: tuple, prefers_two: bool = False):
     """Return the spec of the first tiling that leaves room for two tiles of bias and mask, or one."""
     specs = [make(tiling, slots) for tiling in tilings for slots in (2, 1)]
+    if prefers_two:
+        specs.sort(key=lambda spec: -spec.logit_slots)
     return next(spec for spec in specs if spec.shared_bytes + HOPPER_STATIC <= SHARED_LIMIT[90])
 
 
@@ -479,8 +481,11 @@ def _mixes(problem: Problem) -> bool:
 
 
 def forward_elsewhere(problem: Problem) -> bool:
-    """Whether the forward must take the portable kernel: also for wide heads and functions that read."""
+    """Whether the forward must take the portable kernel: also for wide heads and functions that read, or dropout beside
+    a mask and a float32 bias, for which no registers are left."""
     width = max(problem.head_dim, problem.head_dim_v)
+    if problem.dropout and problem.bias == "float32" and problem.mask and width > HOPPER_READ:
+        return True
     return _mixes(problem) or bool(problem.mods) and problem.mods.reads and width > max(HOPPER_FORWARD_READS)
 
 
