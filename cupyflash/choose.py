@@ -142,8 +142,10 @@ HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4
 # 128 x 128 weights are 3000 issued instructions where the products take 2800 cycles: expected 0.8 to 0.9 of the speed
 # without, backward 0.85.
 HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with these, dropout
+HOPPER_FORWARD_ALL = {128: ((96, 1, 1, 2, 4, 5),) * 4}  # and with these, softcap, ALiBi and dropout together
 # The same for a bias and a mask: the first tiling of a row that leaves room for a tile of them for each warpgroup, or
-# for two. By count, at 128: the products of 128 queries and 128 keys take 2048 cycles at best. In that time
+# for two. A warp that would decide what dropout keeps copies these tiles: those who compute decide. By count, at 128:
+# the products of 128 queries and 128 keys take 2048 cycles at best. In that time
 #   a 16-bit bias of every head and batch       32 KB, 16 bytes a cycle, where memory gives a multiprocessor 17; what
 #                                               heads share comes from L2, and one row for all is 256 bytes
 #   wavefronts of shared memory                 256 to bring it, 256 to read it (ldmatrix)
@@ -270,7 +272,7 @@ BIAS_GRADIENT = {
     192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),
     256: ((128, 64, 8, 4, 1), (64, 64, 8, 4, 1), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
 }
-# The same for what spills with the rows above: block masks, functions of the user, dropout with a changed score.
+# The same for what spills with the rows above: block masks, functions of the user, dropout.
 BIAS_GRADIENT_SPARE = {
     **dict.fromkeys((64, 96, 128), ((64, 64, 4, 2, 2),)),
     256: ((64, 64, 8, 4, 1),),
@@ -394,7 +396,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
     changed = problem.mods is not None or any(_change(problem))
     if reads(problem):
-        spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS))
+        spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS), problem.dropout > 0)  # which spills with one at 128
     elif problem.blocks:
         spec = make(row(HOPPER_FORWARD_BLOCKS))
     elif problem.mods and problem.mods.reads:
@@ -405,13 +407,16 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         both = problem.mods is not None and any(_change(problem))
         if problem.dropout or both or changed and (spec.packed or access < 16):
             spare = HOPPER_FORWARD_SPARE | (HOPPER_FORWARD_DROPPED if problem.dropout else {})
+            spare |= HOPPER_FORWARD_ALL if all(_change(problem)) else {}
             spec = make(row(HOPPER_FORWARD | spare)[at])
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
 
 
-def _with_logits(make, tilings: tuple):
+def _with_logits(make, tilings: tuple, prefers_two: bool = False):
     """Return the spec of the first tiling that leaves room for two tiles of bias and mask, or one."""
     specs = [make(tiling, slots) for tiling in tilings for slots in (2, 1)]
+    if prefers_two:
+        specs.sort(key=lambda spec: -spec.logit_slots)
     return next(spec for spec in specs if spec.shared_bytes + HOPPER_STATIC <= SHARED_LIMIT[90])
 
 
@@ -476,22 +481,26 @@ def _mixes(problem: Problem) -> bool:
 
 
 def forward_elsewhere(problem: Problem) -> bool:
-    """Whether the forward must take the portable kernel: also for wide heads and functions that read."""
+    """Whether the forward must take the portable kernel: also for wide heads and functions that read, or dropout beside
+    a mask and a float32 bias, for which no registers are left."""
     width = max(problem.head_dim, problem.head_dim_v)
+    if problem.dropout and problem.bias == "float32" and problem.mask and width > HOPPER_READ:
+        return True
     return _mixes(problem) or bool(problem.mods) and problem.mods.reads and width > max(HOPPER_FORWARD_READS)
 
 
 def backward_elsewhere(problem: Problem) -> bool:
     """Whether the backward must take the portable kernel: also where Hopper's have no registers left for its options,
-    or no shared memory for its bias and mask."""
+    or no shared memory for its bias and mask. Beside those and functions of the user, dropout has neither the registers
+    to decide nor, in the one kernel, the warps: one copies the bias.
+    """
     width = max(problem.head_dim, problem.head_dim_v)
     if problem.mods:
         widest = 128 if problem.mods.reads else HOPPER_DROPPED
     elif reads(problem):
         widest = 128 if problem.bias == "float32" and problem.mask else HOPPER_READ
     else:
-        changed = problem.softcap is not None or problem.alibi
-        return _mixes(problem) or problem.dropout > 0 and (width > HOPPER_DROPPED or changed)
+        return _mixes(problem) or problem.dropout > 0 and width > HOPPER_DROPPED
     return _mixes(problem) or problem.dropout > 0 or width > widest
 
 
@@ -576,7 +585,7 @@ def bias_gradient(
     def make(tiling):
         return BiasGradientSpec(d, dv, *tiling, True, before.spec.packed, access, *more)
 
-    spare = problem.blocks or problem.mods or problem.dropout and (problem.softcap is not None or problem.alibi)
+    spare = problem.blocks or problem.mods or problem.dropout
     spec = fitting(BIAS_GRADIENT, BIAS_GRADIENT_SPARE if spare else {}, make, max(d, dv), shared_limit)
     spec = replace(spec, summed=math.prod(bias_tiles(problem, spec, shape)[0]) > 1)
     return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec, problem.mods)

@@ -93,9 +93,9 @@ def kept(xp, dropout, seed, batch, heads, queries, keys):
             undecided &= word
         else:
             undecided &= ~word
-    mask = xp.unpackbits((~dropped).astype("<u4").view(xp.uint8)).reshape(*shape[:3], -1, *(2,) * 8)
+    mask = xp.unpackbits((~dropped).astype("<u4").view(xp.uint8)).reshape(*shape[:3], len(stream) // 8, *(2,) * 8)
     #  bits of the weights' places, as in `mask`: q2 q1 k2, q3 k3, k1 q0 k0
-    mask = mask.transpose(0, 1, 2, 7, 4, 5, 10, 3, 8, 6, 9, 11).reshape(*shape[:2], 16 * len(query), -1)
+    mask = mask.transpose(0, 1, 2, 7, 4, 5, 10, 3, 8, 6, 9, 11).reshape(*shape[:2], 16 * len(query), 2 * len(stream))
     rows, columns = (slice(r.start - 16 * b.start, r.stop - 16 * b.start) for r, b in zip((queries, keys), blocks))
     return mask[:, :, rows, columns].astype(bool)
 

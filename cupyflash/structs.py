@@ -18,7 +18,14 @@ _COUNTS = "batch heads_q group seqlen_q seqlen_k head_dim head_dim_v low high se
 SIZES = np.dtype([*((n, "i4") for n in _COUNTS.split()), ("scale", "f4"), ("scale_log2", "f4")], align=True)
 _SCORE = [("slopes", "u8"), ("batch", "i8"), ("head", "i8")]
 SCORE = np.dtype(
-    [*_SCORE, *((n, "f4") for n in ("inside", "cap", "near")), ("series", "f4", 4), ("diagonal", "i4")], align=True
+    [
+        *_SCORE,
+        *((n, "f4") for n in ("inside", "cap", "near")),
+        ("series", "f4", 4),
+        ("bounded", "i4"),
+        ("diagonal", "i4"),
+    ],
+    align=True,
 )
 SINK = np.dtype([("data", "u8"), ("head", "i8")], align=True)
 LOGIT_ARRAY = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "row", "col"))], align=True)
@@ -161,8 +168,12 @@ def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:
         params["score"]["inside"] = min(max(problem.scale / problem.softcap, -LARGEST), LARGEST)
         params["score"]["cap"] = problem.softcap * math.log2(math.e)
         params["score"]["near"], params["score"]["series"] = _series(problem.scale, problem.softcap)
+        params["score"]["bounded"] = problem.dtype == "bfloat16" and problem.softcap <= BOUND
 
 
+# The weights of a row are then within 2^+-90 of the first ones, and so are their sums in float32 and the range of
+# bfloat16.
+BOUND = 31.0
 # tanh(u) / u in u^2, for u < 1/4 with an error below 3e-9.
 TANH = (1.0, -0.333332419, 0.133242637, -0.0514330491)
 

@@ -104,8 +104,8 @@ def is_valid(spec):
 def fits(spec, limit):
     static = STATIC if getattr(spec, "deterministic", False) else 0
     if isinstance(spec, choose.HopperForwardSpec):
-        logits, kept = (2 * spec.groups * slots for slots in (spec.logit_slots, spec.kept_slots))
-        static = 8 * (spec.teams * (2 * spec.slots + 3 * spec.q_slots) + logits + kept)  # the barriers
+        logits = 2 * spec.groups * spec.logit_slots
+        static = 8 * (spec.teams * (2 * spec.slots + 3 * spec.q_slots) + logits)  # the barriers
     if isinstance(spec, choose.HopperBackwardSpec):
         static = 8 * (4 * (spec.key_slots + spec.stages) + 6 + 2 * spec.logit_slots)
         static += (32 + 16) * spec.stages + 12 * spec.key_slots
@@ -443,6 +443,8 @@ def test_shared_bytes_of_dropout():
         assert spec.shared_bytes - without.shared_bytes == tiles * rows * spec.block_k // 8, spec
     spec = choose.hopper_forward(replace(problem(256), dropout=0.5), 16, False).spec
     assert spec.shared_bytes - replace(spec, dropout=False).shared_bytes == 128 * 64 // 8
+    spec = choose.hopper_forward(replace(problem(128), dropout=0.5, mask=True), 16, False).spec
+    assert spec.shared_bytes == replace(spec, dropout=False).shared_bytes, "those who compute decide"
 
 
 @pytest.mark.parametrize(

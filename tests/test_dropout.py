@@ -653,8 +653,14 @@ def test_kernels_do_not_spill(arch):
             assert choose.backward_elsewhere(one) == (head_dim == 256) and choose.split(one) == (head_dim > 128)
             if head_dim <= 128:
                 variants += [choose.hopper_backward(replace(one, **c), 16, False) for c in ({}, {"softcap": 1.0})]
+        shown = problem(head_dim, bias="float32", mask=True)
+        before = choose.before_backward(variants[1], False, 16)
+        variants += [choose.bias_gradient(shown, before, (1, 1, 1, 2048), 16, limit)]
     if arch == "sm_90":
         variants += choose.hopper_split_backward(problem(192), 16)
+        variants += choose.hopper_split_backward(problem(192, blocks=True, softcap=1.0, alibi=True), 16)
+        options = ({"mask": True}, {"bias": "float32"}, {"blocks": True}, {"softcap": 1.0, "alibi": True})
+        variants += [choose.hopper_forward(problem(128, **more), 16, False) for more in options]
     with ThreadPoolExecutor(2) as pool:
         reports = list(pool.map(lambda v: compiler.compile_offline(v, arch), dict.fromkeys(variants)))
     for report in reports:

@@ -167,6 +167,10 @@ struct KeptFragment {
                             << Kept<kRows>::shift(lane);
     }
   }
+  __device__ __forceinline__ void keep_all() {
+#pragma unroll
+    for (auto& block : blocks) block.even = ~0u;
+  }
   // What is dropped becomes 0.
   __device__ __forceinline__ void drop(Accumulator<kCols>& x) const {
 #pragma unroll

@@ -49,6 +49,7 @@ struct Score {  // core/score.cuh
   float inside, cap;  // scale / softcap, and softcap in base 2
   float near;         // below it softcap is, in base 2, score * series(score^2)
   float series[4];    // its coefficients
+  int bounded;        // exponents of a row do not differ by more than what the weights can hold
   int diagonal;       // query i has the distance 0 from the key i + diagonal
 };
 

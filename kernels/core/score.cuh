@@ -47,7 +47,8 @@ struct ScoreChange {
   static constexpr bool kModded = Mods::kScore || Mods::kMask;
   static constexpr bool kNatural = Mods::kScore;  // a ScoreMod gets natural logits, and leaves them
   static constexpr bool kAny = kSoftcap || kAlibi || kBias || kModded;
-  static constexpr bool kDerived = kSoftcap || Mods::kScore;  // the derivative is not 1
+  static constexpr bool kDerived = kSoftcap || Mods::kScore;                     // the derivative is not 1
+  static constexpr bool kBoundable = kSoftcap && !kAlibi && !kBias && !kModded;  // Score.bounded
   const Score& score;
   const Sizes& sizes;
 

@@ -29,10 +29,17 @@ struct OnlineSoftmax {
     exponentiate(scores, scale_log2);
   }
 
-  // Of exponents, relative to `origin`: an addition that is made with others, when they are.
+  // Of exponents, relative to `origin`: an addition that is made with others, when they are. `bounded`: those of a row
+  // are so near to each other that its first maximum serves to the end.
   template <int kCols, class Rescale>
-  __device__ __forceinline__ void weigh_relative(Accumulator<kCols> (&exponents)[kRowTiles], Rescale rescale) {
-    raise_relative(exponents, rescale);
+  __device__ __forceinline__ void weigh_relative(Accumulator<kCols> (&exponents)[kRowTiles], bool bounded,
+                                                 Rescale rescale) {
+    bool raises = !bounded;
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) raises |= top[t][half] == -kInfinity;
+    if (__any_sync(kFullWarp, raises)) raise_relative(exponents, bounded, rescale);
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
@@ -109,7 +116,9 @@ struct OnlineSoftmax {
     rescale(factor);
   }
   template <int kCols, class Rescale>
-  __device__ __forceinline__ void raise_relative(Accumulator<kCols> (&exponents)[kRowTiles], Rescale rescale) {
+  __device__ __forceinline__ void raise_relative(Accumulator<kCols> (&exponents)[kRowTiles], bool bounded,
+                                                 Rescale rescale) {
+    const float slack = bounded ? 3.4e38f : kSlack;
     float m[kRowTiles][2], rest[kRowTiles][2];  // of top
     bool grew = false, remote = false;
 #pragma unroll
@@ -117,7 +126,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         m[t][half] = highest(exponents[t], half), rest[t][half] = top[t][half] - origin(t, half);
-        grew |= m[t][half] > rest[t][half] + kSlack;  // also where the row had no key so far
+        grew |= m[t][half] > rest[t][half] + slack;  // also where the row had no key so far
         remote |= rest[t][half] != 0.f;
       }
     if (!__any_sync(kFullWarp, grew || remote)) return;
@@ -128,7 +137,7 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) {
         const float from = origin(t, half), most = of_row(m[t][half]);
         float &old = top[t][half], &beyond = rest[t][half];
-        const float next = most > beyond + kSlack ? from + most : old;
+        const float next = most > beyond + slack ? from + most : old;
         factor[t][half] = next == old ? 1.f : exp2f(old - next);
         sum[t][half] *= factor[t][half];
         old = next;

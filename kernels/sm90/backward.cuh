@@ -85,12 +85,11 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   int flags = 0, flags_before = 0, blocks = 0;
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
-  // The narrow stores, and softcap with a bias, have no registers left for lse, nor with dropout for delta; nor has 128
-  // queries with softcap or dropout.
+  // The narrow stores, and softcap with a bias, have no registers left for lse. The narrow stores, and softcap with
+  // ALiBi, have none for delta beside dropout; nor have 128 queries with softcap or dropout.
   constexpr bool kReadsAhead = kSpec.access == 16 && !(kSpec.softcap && TileLogits::kAny);
-  constexpr bool kDeltaAhead =
-      kBlockQ == 128 ? !(Change::kDerived || kSpec.dropout) : kSpec.access == 16 || !kSpec.dropout;
   constexpr int kPart = kSpec.access == 16 && !(Change::kDerived && kSpec.alibi) ? 2 : 1;
+  constexpr bool kDeltaAhead = kBlockQ == 128 ? !(Change::kDerived || kSpec.dropout) : kPart == 2 || !kSpec.dropout;
   // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
   const uint32 zero = s.group < 0;
 

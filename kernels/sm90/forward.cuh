@@ -267,15 +267,19 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       raised = true;
     };
     if constexpr (kRelative)
-      softmax.weigh_relative(scores, rescale);
+      softmax.weigh_relative(scores, Change::kBoundable && p.score.bounded, rescale);
     else
       softmax.weigh(scores, exponent_log2, rescale);
     return raised;
   };
   // Which of the weights dropout keeps: made while the products are on their way.
   const auto decide = [&](int tile) {
-    if constexpr (kSpec.dropout)
+    if constexpr (!kSpec.dropout) return;
+    // The branch keeps the compiler from beginning among the products, which then come late, as do those of others.
+    if (opaque(p.dropout.threshold) != 0)
       kept.decide({p.dropout, works.work.batch, works.work.head}, first_query + warp_row, tile * kBlockK);
+    else
+      kept.keep_all();
   };
   const auto round_weights = [&] {
 #pragma unroll
