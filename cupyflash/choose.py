@@ -256,6 +256,7 @@ HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
 HOPPER_KEYS_LOGITS = {192: (2, 3, 3)}  # the same for a bias and a mask
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
 HOPPER_STATIC = 1024  # bytes that are left for barriers where the tiles of bias and mask are counted
+BOUND = 31.0  # softcap up to which the weights of Hopper's forward need no maximum
 HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout or functions of the user
 HOPPER_READ = 192  # and up to which their shared memory suffices for tiles of bias and mask; 128 for float32 and a mask
 
@@ -342,6 +343,16 @@ def _change(problem: Problem) -> tuple[bool, bool, bool]:
     return problem.softcap is not None, problem.alibi, problem.dropout > 0
 
 
+def _bounded(problem: Problem) -> bool:
+    """Whether softcap keeps exponents so near to each other that the weights need no maximum.
+
+    They are relative to half the cap, so that a weight is between 2**-68 and 2**23: bfloat16 has as many exponents as
+    float32, and neither sums nor values below 1e19 overflow, however long the row.
+    """
+    alone = problem.bias is None and problem.mods is None and not problem.alibi
+    return alone and problem.dtype == "bfloat16" and problem.softcap is not None and problem.softcap <= BOUND
+
+
 def _logits(problem: Problem) -> tuple[int, bool]:
     return BIAS_TYPES.index(problem.bias), problem.mask
 
@@ -391,7 +402,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     def make(tiling, logit_slots=0):
         able = access == 16 and not problem.dropout and not problem.blocks
         packed = able and _packing_pays(problem, tiling[1] * tiling[3])
-        more = *_change(problem), *_logits(problem), logit_slots, problem.blocks
+        more = *_change(problem), *_logits(problem), logit_slots, problem.blocks, _bounded(problem)
         return HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *more)
 
     changed = problem.mods is not None or any(_change(problem))

@@ -393,7 +393,8 @@ class Mods:
                 "__device__ __forceinline__ Dual traced(float x, const Element& at, Trace& trace) const {\n"
                 f"return score_mod<Dual>(x, {at}{score.pick('s', traced)});\n}}"
             )
-        flags = f"static constexpr bool kScore = {str(bool(score)).lower()}, kMask = {str(bool(mask)).lower()};"
+        given = {"kScore": bool(score), "kMask": bool(mask), "kReads": self.reads}
+        flags = f"static constexpr bool {', '.join(f'{name} = {str(is_).lower()}' for name, is_ in given.items())};"
         functions = "".join(mod.cpp() for mod in (score, mask) if mod)
         body = "\n".join([flags, *members, *methods])
         return f'#line 1 "mods"\nnamespace cupyflash::mod {{\n{functions}struct UserMods {{\n{body}\n}};\n}}\n'

@@ -94,6 +94,7 @@ class HopperForwardSpec(Spec):
     mask: bool = False
     logit_slots: int = 0
     blocks: bool = False
+    bounded: bool = False  # by softcap, so that no maximum is needed
 
     blocks_per_sm = 1
 

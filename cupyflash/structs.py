@@ -33,7 +33,7 @@ BIAS_GRADIENT = np.dtype(
     [("data", "u8"), *((n, "i4") for n in ("batches", "heads", "rows", "cols", "chunks", "run", "parts"))], align=True
 )
 BLOCKS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "words"))], align=True)
-DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4")])
+DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4"), ("bits", "u4", 32)], align=True)
 FORWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY)]
     + [("sizes", SIZES), ("score", SCORE), ("sink", SINK), ("dropout", DROPOUT)]
@@ -168,12 +168,9 @@ def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:
         params["score"]["inside"] = min(max(problem.scale / problem.softcap, -LARGEST), LARGEST)
         params["score"]["cap"] = problem.softcap * math.log2(math.e)
         params["score"]["near"], params["score"]["series"] = _series(problem.scale, problem.softcap)
-        params["score"]["bounded"] = problem.dtype == "bfloat16" and problem.softcap <= BOUND
+        params["score"]["middle"] = params["score"]["cap"] / 2
 
 
-# The weights of a row are then within 2^+-90 of the first ones, and so are their sums in float32 and the range of
-# bfloat16.
-BOUND = 31.0
 # tanh(u) / u in u^2, for u < 1/4 with an error below 3e-9.
 TANH = (1.0, -0.333332419, 0.133242637, -0.0514330491)
 
@@ -192,7 +189,8 @@ def _series(scale: float, softcap: float) -> tuple[float, tuple[float, ...]]:
 
 def fill_dropout(params: np.ndarray, problem: Problem) -> None:
     """Write the field ``dropout``, but for the seed."""
-    params["dropout"]["threshold"] = int(problem.dropout * 2**32)
+    threshold = params["dropout"]["threshold"] = int(problem.dropout * 2**32)
+    params["dropout"]["bits"] = [2**32 - 1 if threshold >> 31 - n & 1 else 0 for n in range(32)]
     params["dropout"]["scale"] = 1 / (1 - problem.dropout)
 
 

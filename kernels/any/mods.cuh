@@ -1,6 +1,7 @@
 // What functions of the user, a ScoreMod and a MaskMod, are given: the place of a score and the values that they
 // captured. cupyflash/mods.py writes them, as the struct UserMods, behind the source of a kernel:
 //   kScore, kMask                  which of them there are
+//   kReads                         whether they read arrays for every score
 //   Number score(Number, Element)  Number: float, or Dual for the derivative as well
 //   bool visible(Element)
 #pragma once

@@ -41,14 +41,12 @@ struct Philox {
 struct Comparison {
   uint32 less = 0, open = ~0u;  // bits of the numbers that are less, and of those that are equal so far
 
-  // Bits 31 - 4 * call and below of the threshold, and of the numbers.
-  __device__ __forceinline__ constexpr void go_on(const uint32 (&numbers)[4], uint32 threshold, int call) {
+  // `bits`: four of the threshold, 32 times each, and of the numbers.
+  __device__ __forceinline__ constexpr void go_on(const uint32 (&numbers)[4], const uint32* bits) {
     uint32 certain = 0, possible = ~0u;  // less in these bits, whatever the lower ones; and if those are less
 #pragma unroll
-    for (int i = 3; i >= 0; --i) {
-      const uint32 ones = int(threshold << (4 * call + i)) >> 31;  // the bit of the threshold, 32 times
-      certain = step(certain, numbers[i], ones), possible = step(possible, numbers[i], ones);
-    }
+    for (int i = 3; i >= 0; --i)
+      certain = step(certain, numbers[i], bits[i]), possible = step(possible, numbers[i], bits[i]);
     less |= open & certain;
     open &= certain ^ possible;
   }
@@ -83,24 +81,30 @@ struct Dropping {  // from one head
 
   // That of a stream of a row of blocks; both are as the counter has them.
   __device__ __forceinline__ uint32 word(uint32 block, uint32 stream) const {
+    return finished(begun(block, stream), block, stream);
+  }
+  // In two steps: what nearly all comparisons need, without a branch, and what is left.
+  __device__ __forceinline__ Comparison begun(uint32 block, uint32 stream) const {
     Comparison comparison;
-    const auto call = [&](int n) {
-      // Without these two, products and keys of all calls stay in registers that are not there. Less than 2^30 queries
-      // are allowed, which the compiler does not know.
-      const uint32 counter = opaque(block + n), zero = counter >> 30;
-      const uint32 left = uint32(dropout.seed) + zero, right = uint32(dropout.seed >> 32) + zero;
-      comparison.go_on(Philox(counter, stream, head, batch, left, right).x, dropout.threshold, n);
-    };
 #pragma unroll
-    for (int n = 0; n < kUsual; ++n) call(n);
+    for (int n = 0; n < kUsual; ++n) go_on(comparison, block, stream, n);
+    return comparison;
+  }
+  __device__ __forceinline__ uint32 finished(Comparison comparison, uint32 block, uint32 stream) const {
 #pragma unroll 1
     for (int n = kUsual; n < kCalls && dropout.threshold << 4 * n && __any_sync(kFullWarp, comparison.open); ++n)
-      call(n);
+      go_on(comparison, block, stream, n);
     return ~comparison.less;
   }
 
  private:
   static constexpr int kCalls = 8, kUsual = 3;  // 12 bits decide 1024 comparisons, those of a warp, three times of four
+
+  __device__ __forceinline__ void go_on(Comparison& comparison, uint32 block, uint32 stream, int call) const {
+    const uint32 counter = opaque(block + call);  // else products of all calls stay in registers that are not there
+    const Philox numbers(counter, stream, head, batch, uint32(dropout.seed), uint32(dropout.seed >> 32));
+    comparison.go_on(numbers.x, dropout.bits + 4 * call);
+  }
 };
 
 enum class Rows { kQueries, kKeys };
@@ -142,7 +146,9 @@ struct Kept {
 // What is kept of a fragment that begins at (row, col) of a tile.
 template <Rows kRows, int kCols>
 struct KeptFragment {
+  static constexpr int kLaneWords = (kCols + 63) / 64;
   Kept<kRows> blocks[kCols / 16];
+  Comparison begun[kLaneWords];
 
   template <int kKeys>
   __device__ __forceinline__ void read(const uint32* words, int row, int col) {
@@ -153,23 +159,28 @@ struct KeptFragment {
       blocks[step] = Kept<kRows>::template of<kKeys>(words, query, key);
     }
   }
-  // By the warp itself: each lane makes a word of four blocks, also of those that are not there.
+  // By the warp itself: each lane makes a word of four blocks, also of those that are not there. In two steps, as
+  // above.
   __device__ __forceinline__ void decide(const Dropping& dropping, int row, int col) {
-    const int lane = lane_index(), stream = lane % 8;
+    begin(dropping, row, col), finish(dropping, row, col);
+  }
+  __device__ __forceinline__ void begin(const Dropping& dropping, int row, int col) {
 #pragma unroll
-    for (int first = 0; first < kCols / 16; first += 4) {
-      const int block = col + 16 * first + lane / 8 * 16;
-      const uint32 word = kRows == Rows::kQueries ? dropping.word(row / 2, block / 2 + stream)
-                                                  : dropping.word(block / 2, row / 2 + stream);
-#pragma unroll
-      for (int step = first; step < kCols / 16 && step < first + 4; ++step)
-        blocks[step].even = __shfl_sync(kFullWarp, word, 8 * (step - first) + Kept<kRows>::stream(lane))
-                            << Kept<kRows>::shift(lane);
+    for (int n = 0; n < kLaneWords; ++n) {
+      const auto [block, stream] = counter_of(row, col + 64 * n);
+      begun[n] = dropping.begun(block, stream);
     }
   }
-  __device__ __forceinline__ void keep_all() {
+  __device__ __forceinline__ void finish(const Dropping& dropping, int row, int col) {
 #pragma unroll
-    for (auto& block : blocks) block.even = ~0u;
+    for (int n = 0; n < kLaneWords; ++n) {
+      const auto [block, stream] = counter_of(row, col + 64 * n);
+      const uint32 word = dropping.finished(begun[n], block, stream);
+#pragma unroll
+      for (int step = 4 * n; step < kCols / 16 && step < 4 * n + 4; ++step)
+        blocks[step].even = __shfl_sync(kFullWarp, word, 8 * (step - 4 * n) + Kept<kRows>::stream(lane_index()))
+                            << Kept<kRows>::shift(lane_index());
+    }
   }
   // What is dropped becomes 0.
   __device__ __forceinline__ void drop(Accumulator<kCols>& x) const {
@@ -190,6 +201,15 @@ struct KeptFragment {
     for (int step = 0; step < kCols / 16; ++step)
 #pragma unroll
       for (int i = 0; i < 4; ++i) operand[step][i] |= ~blocks[step].pair(i) & 0x80008000u;
+  }
+
+ private:
+  struct Counter {
+    uint32 block, stream;
+  };
+  __device__ __forceinline__ static Counter counter_of(int row, int col) {
+    const uint32 block = col / 2 + lane_index() / 8 * 8, stream = lane_index() % 8;
+    return kRows == Rows::kQueries ? Counter{row / 2u, block + stream} : Counter{block, row / 2 + stream};
   }
 };
 

@@ -49,7 +49,7 @@ struct Score {  // core/score.cuh
   float inside, cap;  // scale / softcap, and softcap in base 2
   float near;         // below it softcap is, in base 2, score * series(score^2)
   float series[4];    // its coefficients
-  int bounded;        // exponents of a row do not differ by more than what the weights can hold
+  float middle;       // what exponents are relative to where softcap bounds them: no maximum is looked for
   int diagonal;       // query i has the distance 0 from the key i + diagonal
 };
 
@@ -84,6 +84,7 @@ struct Dropout {  // core/dropout.cuh
   uint64 seed;
   uint32 threshold;  // a weight whose random number is less is dropped
   float scale;       // 1 / (1 - probability)
+  uint32 bits[32];   // of the threshold, from the highest one down: each 32 times
 };
 
 struct Order {   // of the tiles of persistent blocks

@@ -47,8 +47,7 @@ struct ScoreChange {
   static constexpr bool kModded = Mods::kScore || Mods::kMask;
   static constexpr bool kNatural = Mods::kScore;  // a ScoreMod gets natural logits, and leaves them
   static constexpr bool kAny = kSoftcap || kAlibi || kBias || kModded;
-  static constexpr bool kDerived = kSoftcap || Mods::kScore;                     // the derivative is not 1
-  static constexpr bool kBoundable = kSoftcap && !kAlibi && !kBias && !kModded;  // Score.bounded
+  static constexpr bool kDerived = kSoftcap || Mods::kScore;  // the derivative is not 1
   const Score& score;
   const Sizes& sizes;
 
@@ -80,7 +79,7 @@ struct ScoreChange {
       for (int i = 0; i < 4; ++i) x.x[j][i] = exponent[i];
     };
     if constexpr (kSoftcap) {
-      if (all_near(x, 0, kCols / 8)) return cap<false>(x, 0, kCols / 8, slant, base);
+      if (all_near(x)) return cap<false>(x, slant, base);
 #pragma unroll
       for (int first = 0; first < kCols / 8; first += kPart) {
 #pragma unroll
@@ -88,13 +87,49 @@ struct ScoreChange {
 #pragma unroll
           for (int i = 0; i < 4; ++i) x.x[j][i] = opaque(x.x[j][i]);  // or squares are made ahead, for both ways
         if (all_near(x, first, kPart))
-          cap<false>(x, first, kPart, slant, base);
+          cap<false>(x, slant, base, first, kPart);
         else
-          cap<true>(x, first, kPart, slant, base);
+          cap<true>(x, slant, base, first, kPart);
       }
     } else {
       each<kPart>(x, slant, base, take);
     }
+  }
+
+  // Whether the series of `cap` serves all scores of these columns that the warp holds.
+  template <int kCols>
+  __device__ __forceinline__ bool all_near(const Accumulator<kCols>& x, int first = 0, int count = kCols / 8) const {
+    float largest[4] = {};  // four, or each comparison waits for the one before
+#pragma unroll
+    for (int j = first; j < first + count; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) largest[i] = fmaxf(largest[i], fabsf(x.x[j][i]));
+    const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    return !__any_sync(kFullWarp, most >= score.near);
+  }
+  // Softcap of a score is score * series(score^2) up to `near`: five instructions, with those of the exponent. What it
+  // computes there does not depend on kFar.
+  // Tried on Hopper: the series without its last term in pairs of float16, whose unit does not take the registers'
+  // bandwidth from wgmma as float32 does: 4 digits of the logits.
+  template <bool kFar, int kCols, class Base>
+  __device__ __forceinline__ void cap(Accumulator<kCols>& x, const Slant& slant, Base base, int first = 0,
+                                      int count = kCols / 8) const {
+#pragma unroll
+    for (int j = first; j < first + count; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& y = x.x[j][i];
+        const float offset = with_alibi(slant, j, i, base(j, i)), square = y * y;
+        float series = fmaf(square, score.series[3], score.series[2]);
+        series = fmaf(square, fmaf(square, series, score.series[1]), score.series[0]);
+        const float near = fmaf(y, series, offset);
+        if constexpr (kFar) {
+          const float far = fmaf(Tanh::of<true>(y * score.inside).value, score.cap, offset);
+          y = fabsf(y) < score.near ? near : far;
+        } else {
+          y = near;
+        }
+      }
   }
 
   // For the backward: scores -> P. With softcap, P only becomes an operand, for dv, and what takes the place of the
@@ -176,41 +211,6 @@ struct ScoreChange {
   }
 
  private:
-  // Whether the series of `cap` serves all scores of these columns that the warp holds.
-  template <int kCols>
-  __device__ __forceinline__ bool all_near(const Accumulator<kCols>& x, int first, int count) const {
-    float largest[4] = {};  // four, or each comparison waits for the one before
-#pragma unroll
-    for (int j = first; j < first + count; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) largest[i] = fmaxf(largest[i], fabsf(x.x[j][i]));
-    const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    return !__any_sync(kFullWarp, most >= score.near);
-  }
-  // Softcap of a score is score * series(score^2) up to `near`: five instructions, with those of the exponent. What it
-  // computes there does not depend on kFar.
-  // Tried on Hopper: the series without its last term in pairs of float16, whose unit does not take the registers'
-  // bandwidth from wgmma as float32 does: 4 digits of the logits.
-  template <bool kFar, int kCols, class Base>
-  __device__ __forceinline__ void cap(Accumulator<kCols>& x, int first, int count, const Slant& slant,
-                                      Base base) const {
-#pragma unroll
-    for (int j = first; j < first + count; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& y = x.x[j][i];
-        const float offset = with_alibi(slant, j, i, base(j, i)), square = y * y;
-        float series = fmaf(square, score.series[3], score.series[2]);
-        series = fmaf(square, fmaf(square, series, score.series[1]), score.series[0]);
-        const float near = fmaf(y, series, offset);
-        if constexpr (kFar) {
-          const float far = fmaf(Tanh::of<true>(y * score.inside).value, score.cap, offset);
-          y = fabsf(y) < score.near ? near : far;
-        } else {
-          y = near;
-        }
-      }
-  }
   __device__ __forceinline__ static float with_alibi(const Slant& slant, int j, int i, float offset) {
     if constexpr (!kAlibi) return offset;
     return fmaf(-slant.slope[i / 2], fabsf(slant.origin[i / 2] - float(8 * j + i % 2)), offset);

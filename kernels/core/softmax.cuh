@@ -7,6 +7,10 @@
 
 namespace cupyflash {
 
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+
 template <int kRowTiles>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.f;      // log2 of how far the maximum may lag
@@ -14,32 +18,34 @@ struct OnlineSoftmax {
   static constexpr float kNear = 64.f;
   float top[kRowTiles][2], sum[kRowTiles][2];  // of the rows lane / 4 and lane / 4 + 8; sum: of this lane's columns
 
-  __device__ __forceinline__ OnlineSoftmax() {
+  __device__ __forceinline__ explicit OnlineSoftmax(float all_tops = -kInfinity) {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) top[t][half] = -kInfinity, sum[t][half] = 0.f;
+      for (int half = 0; half < 2; ++half) top[t][half] = all_tops, sum[t][half] = 0.f;
   }
 
   // scores -> exp2(scale_log2 * (scores - top)), added to sum. Where they exceed top it is raised first, and
   // `rescale(factor)` is to bring out after it: a call, so that the factors take no registers during the exponentials.
-  template <int kCols, class Rescale>
-  __device__ __forceinline__ void weigh(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2, Rescale rescale) {
+  // `meanwhile`: what the exponentials, a quarter of an instruction a cycle, leave time for.
+  template <int kCols, class Rescale, class Work = Nothing>
+  __device__ __forceinline__ void weigh(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2, Rescale rescale,
+                                        Work meanwhile = {}) {
     raise(scores, scale_log2, rescale);
-    exponentiate(scores, scale_log2);
+    exponentiate(scores, scale_log2, meanwhile);
   }
 
-  // Of exponents, relative to `origin`: an addition that is made with others, when they are. `bounded`: those of a row
-  // are so near to each other that its first maximum serves to the end.
-  template <int kCols, class Rescale>
-  __device__ __forceinline__ void weigh_relative(Accumulator<kCols> (&exponents)[kRowTiles], bool bounded,
-                                                 Rescale rescale) {
-    bool raises = !bounded;
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) raises |= top[t][half] == -kInfinity;
-    if (__any_sync(kFullWarp, raises)) raise_relative(exponents, bounded, rescale);
+  // Of exponents, relative to `origin`: an addition that is made with others, when they are.
+  template <int kCols, class Rescale, class Work = Nothing>
+  __device__ __forceinline__ void weigh_relative(Accumulator<kCols> (&exponents)[kRowTiles], Rescale rescale,
+                                                 Work meanwhile = {}) {
+    raise_relative(exponents, rescale);
+    exponentiate_relative(exponents, meanwhile);
+  }
+  template <int kCols, class Work = Nothing>
+  __device__ __forceinline__ void exponentiate_relative(Accumulator<kCols> (&exponents)[kRowTiles],
+                                                        Work meanwhile = {}) {
+    meanwhile();
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
@@ -118,7 +124,6 @@ struct OnlineSoftmax {
   template <int kCols, class Rescale>
   __device__ __forceinline__ void raise_relative(Accumulator<kCols> (&exponents)[kRowTiles], bool bounded,
                                                  Rescale rescale) {
-    const float slack = bounded ? 3.4e38f : kSlack;
     float m[kRowTiles][2], rest[kRowTiles][2];  // of top
     bool grew = false, remote = false;
 #pragma unroll
@@ -126,7 +131,7 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         m[t][half] = highest(exponents[t], half), rest[t][half] = top[t][half] - origin(t, half);
-        grew |= m[t][half] > rest[t][half] + slack;  // also where the row had no key so far
+        grew |= m[t][half] > rest[t][half] + kSlack;  // also where the row had no key so far
         remote |= rest[t][half] != 0.f;
       }
     if (!__any_sync(kFullWarp, grew || remote)) return;
@@ -137,7 +142,7 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) {
         const float from = origin(t, half), most = of_row(m[t][half]);
         float &old = top[t][half], &beyond = rest[t][half];
-        const float next = most > beyond + slack ? from + most : old;
+        const float next = most > beyond + kSlack ? from + most : old;
         factor[t][half] = next == old ? 1.f : exp2f(old - next);
         sum[t][half] *= factor[t][half];
         old = next;
@@ -149,8 +154,9 @@ struct OnlineSoftmax {
     if (__any_sync(kFullWarp, grew)) rescale(factor);
   }
 
-  template <int kCols>
-  __device__ __forceinline__ void exponentiate(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
+  template <int kCols, class Work>
+  __device__ __forceinline__ void exponentiate(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2,
+                                               Work meanwhile) {
     float base[kRowTiles][2];
     bool special = false;
 #pragma unroll
@@ -161,6 +167,7 @@ struct OnlineSoftmax {
         special |= fabsf(base[t][half]) > kExact;
       }
     if (__any_sync(kFullWarp, special)) subtract_first(scores, base);
+    meanwhile();
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll

@@ -39,6 +39,7 @@ struct HopperForwardSpec {
   bool mask;
   int logit_slots;  // tiles of bias and mask in flight, of a group
   bool blocks;
+  bool bounded;  // by softcap, so that no maximum is needed
 
   __device__ constexpr bool staged() const { return access == 16; }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.

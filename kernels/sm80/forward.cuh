@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 
     const auto weigh = [&](auto rescale) {
       if constexpr (kRelative)
-        softmax.weigh_relative(scores, Change::kBoundable && p.score.bounded, rescale);
+        softmax.weigh_relative(scores, rescale);
       else
         softmax.weigh(scores, change.scale_log2(), rescale);
     };

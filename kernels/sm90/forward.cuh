@@ -85,6 +85,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const Sizes& s = p.sizes;
   const Band band(s);
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!kSpec.bounded || kSpec.softcap && !kSpec.alibi && kSpec.bias == kNoBias && !Change::kModded,
+                "nothing else changes what softcap bounds");
   static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
@@ -232,15 +234,34 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
           first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
           [&](int half) { return slope[half]; });
     };
+    const bool hides = first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last;
+    const auto minus_origin = [&](int, int i) {
+      return kSpec.bounded ? -p.score.middle : kRelative ? -softmax.origin(0, i / 2) : 0.f;
+    };
+    const Dropping dropping = {p.dropout, works.work.batch, works.work.head};
+    const auto begin_dropping = [&] {
+      if constexpr (kSpec.dropout) kept.begin(dropping, first_query + warp_row, first_key);
+    };
+    const auto finish_dropping = [&] {
+      if constexpr (kSpec.dropout) kept.finish(dropping, first_query + warp_row, first_key);
+    };
+    if constexpr (kSpec.bounded)
+      if (!hides && !kSpec.mask && change.all_near(scores[0])) {
+        // In one piece, so that the series runs beside the exponentials.
+        change.template cap<false>(scores[0], slant(), minus_origin);
+        softmax.exponentiate_relative(scores, begin_dropping);
+        finish_dropping();
+        return false;
+      }
     constexpr int kPart = kSpec.float32_out ? 1 : 2;
     if constexpr (Change::kModded) {
       auto places = mod::Places<Rows::kQueries, kBlockK>::from(
           s, works.work.batch, first_key, [&](int half) { return head[half]; }, [&](int half) { return query[half]; });
       places.inside = !first;
-      change.template apply_mods<kPart>(scores[0], slant(), p.mods, places, [](int, int) { return 0.f; });
+      change.template apply_mods<(Mods::kReads ? kPart : kBlockK / 8)>(scores[0], slant(), p.mods, places,
+                                                                       [](int, int) { return 0.f; });
     } else if constexpr (Change::kAny) {
-      change.template apply<kPart>(scores[0], slant(),
-                                   [&](int, int i) { return kRelative ? -softmax.origin(0, i / 2) : 0.f; });
+      change.template apply<kPart>(scores[0], slant(), minus_origin);
     }
     logits.wait();
     if constexpr (kSpec.bias != kNoBias) {
@@ -251,8 +272,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[0].x[j][i] = fmaf(scores[0].x[j][i], unit, bias(j, i));
     }
-    if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
-      scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
+    if (hides) scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
     if constexpr (kSpec.mask) {
       auto shown = logits.row_mask(row_of(p.mask));
 #pragma unroll
@@ -266,20 +286,14 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       factor[0] = by[0][0], factor[1] = by[0][1];
       raised = true;
     };
-    if constexpr (kRelative)
-      softmax.weigh_relative(scores, Change::kBoundable && p.score.bounded, rescale);
+    if constexpr (kSpec.bounded)
+      softmax.exponentiate_relative(scores, begin_dropping);
+    else if constexpr (kRelative)
+      softmax.weigh_relative(scores, rescale, begin_dropping);
     else
-      softmax.weigh(scores, exponent_log2, rescale);
+      softmax.weigh(scores, exponent_log2, rescale, begin_dropping);
+    finish_dropping();
     return raised;
-  };
-  // Which of the weights dropout keeps: made while the products are on their way.
-  const auto decide = [&](int tile) {
-    if constexpr (!kSpec.dropout) return;
-    // The branch keeps the compiler from beginning among the products, which then come late, as do those of others.
-    if (opaque(p.dropout.threshold) != 0)
-      kept.decide({p.dropout, works.work.batch, works.work.head}, first_query + warp_row, tile * kBlockK);
-    else
-      kept.keep_all();
   };
   const auto round_weights = [&] {
 #pragma unroll
@@ -339,7 +353,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     const int first_tile = shown.down(own.last, own.first);
     const int before = tiles.last - own.last,
               after = own.first - tiles.first;  // tiles of others, from the last one down
-    softmax = {};
+    softmax = OnlineSoftmax<1>(kSpec.bounded ? p.score.middle : -kInfinity);
     out[0].clear();
     if constexpr (kSpec.alibi)
 #pragma unroll
@@ -358,7 +372,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       turns.wait();
       issue_scores();
       turns.pass_on();
-      decide(first_tile);
       wgmma_wait<0>();
       ring.release();
       ring.advance();
@@ -374,7 +387,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         ring.wait(1);
         issue_out(1);  // of the tile before
         turns.pass_on();
-        decide(tile);
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
         const bool raised = weigh(tile, false);
