@@ -22,7 +22,7 @@ SCORE = np.dtype(
         *_SCORE,
         *((n, "f4") for n in ("inside", "cap", "near")),
         ("series", "f4", 4),
-        ("bounded", "i4"),
+        ("middle", "f4"),
         ("diagonal", "i4"),
     ],
     align=True,

@@ -199,7 +199,8 @@ def same_struct(name, dtype, nested, derived=False):
         if kind.str[1:] == "u8" and field != "seed":
             lines.append(f"static_assert(Pointer<{member}>::value && sizeof({member}) == 8);")
         else:  # an array of one dtype is nested too: a tensor map
-            cpp = nested.get(kind) or CPP_TYPES[kind.str[1:]]
+            item, shape = kind.subdtype or (kind, ())
+            cpp = nested.get(kind) or CPP_TYPES[item.str[1:]] + "".join(f"[{n}]" for n in shape)
             lines.append(f"static_assert(Same<{member}, {cpp}>::value);")
     return lines + ([] if derived else same_count(name, len(dtype.fields)))
 

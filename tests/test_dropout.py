@@ -124,13 +124,15 @@ def test_words_of_the_kernels(threshold):
         for i, j in np.ndindex(16, 16):
             stream, bit = place(i, j)
             words[stream] |= int(block[0, 0, i, j]) << bit
-        arguments = [f"{query // 2}u, {key // 2 + stream}u, {threshold}u" for stream in range(8)]
+        arguments = [f"{query // 2}u, {key // 2 + stream}u" for stream in range(8)]
         lines += [f"static_assert(word({given}) == {word}u);" for given, word in zip(arguments, words)]
+    bits = ", ".join("~0u" if threshold >> 31 - n & 1 else "0u" for n in range(32))
     code = f"""
-    __device__ constexpr unsigned word(unsigned block, unsigned stream, unsigned threshold) {{
+    __device__ constexpr unsigned word(unsigned block, unsigned stream) {{
+      constexpr unsigned bits[] = {{{bits}}};
       cupyflash::Comparison comparison;
       for (int n = 0; n < 8; ++n)
-        comparison.go_on(cupyflash::Philox(block + n, stream, {head}, {batch}, {KEY[0]}u, {KEY[1]}u).x, threshold, n);
+        comparison.go_on(cupyflash::Philox(block + n, stream, {head}, {batch}, {KEY[0]}u, {KEY[1]}u).x, bits + 4 * n);
       return ~comparison.less;
     }}
     """

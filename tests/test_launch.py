@@ -594,9 +594,12 @@ def check_params(call, params):
         assert params["dsink"] == (arrays["dsink"].ctypes.data if problem.sink else 0)
     softcap = problem.softcap
     capped = (0, 0) if softcap is None else (problem.scale / softcap, softcap / math.log(2))
-    assert score.item()[3:] == (*map(np.float32, capped), problem.diagonal)
-    kept = 1 - problem.dropout
-    assert params["dropout"].item() == (call.seed, 2**32 * problem.dropout, np.float32(1 / kept))
+    assert score.item()[3:5] == tuple(map(np.float32, capped))
+    assert score.item()[-2:] == (np.float32(capped[1]) / 2, problem.diagonal)
+    kept, threshold = 1 - problem.dropout, int(2**32 * problem.dropout)
+    assert params["dropout"].item()[:3] == (call.seed, threshold, np.float32(1 / kept))
+    bits = params["dropout"]["bits"].ravel().tolist()
+    assert bits == [2**32 - 1 if threshold & 1 << 31 - n else 0 for n in range(32)]
     check_bitmaps(call, params)
     sizes = params["sizes"]
     for name in ("batch", "heads_q", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
@@ -645,6 +648,21 @@ def check_array(record, x, name):
     assert pointer == x.ctypes.data, name
     for step, stride, n in zip(steps, x.strides, x.shape):
         assert n == 1 or step * x.itemsize == stride, name
+
+
+@pytest.mark.parametrize("softcap", [1e-30, 1e-3, 1.0, 30.0, 1e4, 1e12, 1e30])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 2**-3, -1.0, 1e30])
+def test_series_of_softcap(scale, softcap):
+    """Where it is used, softcap to the last digits of float32; where float32 cannot hold it, it is not used."""
+    near, series = structs._series(scale, softcap)
+    if not near:
+        assert not 1e-3 < abs(scale) / softcap < 1e3
+        return
+    x = (np.float32(near) * np.linspace(-1, 1, 1001)).astype(np.float32)
+    square, (c0, c1, c2, c3) = x * x, np.array(series, np.float32)
+    got = x * (c0 + square * (c1 + square * (c2 + square * c3)))
+    exact = softcap * np.tanh(scale / softcap * x.astype(np.float64)) / math.log(2)
+    np.testing.assert_allclose(got, exact, rtol=4 * 2**-24)
 
 
 def check_bitmaps(call, params):
