@@ -66,13 +66,13 @@ class Pair(NamedTuple):
 
 def torch_pair(function, *arrays):
     """A differentiable function of all tensors but the last, which is dout; its backward goes through autograd."""
-    *inputs, dout = arrays
+    *plain, dout = arrays
 
     def forward():
         with torch.no_grad():
             return function(*plain)
 
-    plain, inputs = inputs, [x.detach().clone().requires_grad_() for x in inputs]
+    inputs = [x.detach().clone().requires_grad_() for x in plain]
     out = function(*inputs)
     return Pair(
         forward,

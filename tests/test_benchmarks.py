@@ -621,7 +621,10 @@ def options(side_by_side, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
     times = {"cupyflash": 0.002, "without": 0.001, "flex": 0.006}
-    seconds = lambda calls, *timing: {name: times[name.split(".")[0]] for name in calls}  # noqa: E731
+
+    def seconds(calls, *timing):
+        return {name: times[name.split(".")[0]] for name in calls}
+
     monkeypatch.setattr(side_by_side, "median_seconds", seconds)
     return options
 
