@@ -64,14 +64,15 @@ class Pair(NamedTuple):
     step: Callable | None = None  # both, one after the other, for what that takes of memory
 
 
-def torch_pair(function, q, k, v, dout):
-    """A differentiable function of tensors; its backward goes through autograd."""
+def torch_pair(function, *arrays):
+    """A differentiable function of all tensors but the last, which is dout; its backward goes through autograd."""
+    *plain, dout = arrays
 
     def forward():
         with torch.no_grad():
-            return function(q, k, v)
+            return function(*plain)
 
-    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    inputs = [x.detach().clone().requires_grad_() for x in plain]
     out = function(*inputs)
     return Pair(
         forward,

@@ -553,12 +553,9 @@ def test_report_without_matplotlib(monkeypatch, capsys, tmp_path):
 # --- side_by_side.py
 
 
-@pytest.mark.parametrize("script", ["side_by_side", "options"])
-def test_lengths_that_divide_the_tokens(side_by_side, monkeypatch, capsys, script):
-    words = ["--seqlens", "3000"]
-    monkeypatch.setattr(sys, "argv", [script, *words])
-    main = importlib.import_module(script).main
-    assert code_of(main, *([] if script == "side_by_side" else [words])) == 2
+def test_lengths_that_divide_the_tokens(side_by_side, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["side_by_side", "--seqlens", "3000"])
+    assert code_of(side_by_side.main) == 2
     assert "--seqlens has 3000; allowed: divisors of 16384" in capsys.readouterr().err
 
 
@@ -587,6 +584,96 @@ def test_a_result_that_goes_on(side_by_side):
     expected = first | {"versions": {"x": 2, "y": 1}, "commands": ["one", "two"], "date": "d"}
     assert side_by_side.resumed(second, first) == expected
     assert side_by_side.resumed(second, expected)["commands"] == ["one", "two"]
+
+
+# --- options.py
+
+
+def on_the_host(kind):
+    """`kind` of text that is also an expression of Python, since the host needs a function."""
+    arguments = ["score"] * (kind is cupyflash.ScoreMod) + ["b", "h", "i", "j"]
+
+    def make(text, **captures):
+        return kind(eval(f"lambda {', '.join([*arguments, *captures])}: {text}"), **captures)
+
+    return make
+
+
+@pytest.fixture
+def options(side_by_side, monkeypatch):
+    """On the host, small, without times; FlexAttention as it is when nothing is compiled: without a backward."""
+    import options
+
+    torch, check = options.torch, options.check
+    more = {"ScoreMod": on_the_host(cupyflash.ScoreMod), "MaskMod": on_the_host(cupyflash.MaskMod), "CAP": 1.0}
+    for name, value in {"DEVICE": "cpu", "TOKENS": 1024, "WIDTH": 32, "WINDOW": 100, "DOCUMENT": 128, **more}.items():
+        monkeypatch.setattr(options, name, value)
+    for name, row in options.ROWS.items():
+        size = options.Size(16, 512 if row.size == options.Size() else 1024)
+        monkeypatch.setitem(options.ROWS, name, row._replace(size=size))
+
+    def forward_alone(function, *arrays):
+        return options.Pair(lambda: function(*arrays[:-1]), list, options.synchronize)
+
+    monkeypatch.setattr(options, "torch_pair", forward_alone)
+    monkeypatch.setattr(options, "check", lambda got, expected: check(got[:1], expected))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
+    times = {"cupyflash": 0.002, "without": 0.001, "flex": 0.006}
+
+    def seconds(calls, *timing):
+        return {name: times[name.split(".")[0]] for name in calls}
+
+    monkeypatch.setattr(side_by_side, "median_seconds", seconds)
+    return options
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_options_compute_what_flex_attention_does(options, monkeypatch, tmp_path, capsys):
+    output = tmp_path / "out.json"
+    words = ["--output", str(output)]
+    assert options.main(words) == 0
+    result, lines = json.loads(output.read_text()), capsys.readouterr().out.splitlines()
+    assert list(result["rows"]) == list(options.ROWS) and len(lines) == 2 + len(options.ROWS)
+    assert lines[2:4] == ["| none | – | – | 3.00 | 3.00 |  |", "| softcap | 0.50 | 0.50 | 3.00 | 3.00 |  |"]
+    for name, row in result["rows"].items():
+        assert row["failed"] == {} and (row["over flex fwd"] is None) == (options.ROWS[name].flex is None)
+
+    # One that is another function has no figure beside FlexAttention, one that fails has none; the others stay.
+    monkeypatch.setitem(options.ROWS, "softcap", options.ROWS["softcap"]._replace(flex=options.flex_causal))
+    monkeypatch.setitem(options.ROWS, "bias S", options.Row(lambda size: {"softcap": 0}, size=options.Size(16, 512)))
+    assert options.main([*words, "--only", "bias S,softcap"]) == 1
+    rows = json.loads(output.read_text())["rows"]
+    assert list(rows) == list(options.ROWS) and rows["alibi"] == result["rows"]["alibi"]
+    assert "out is " in rows["softcap"]["failed"]["flex"] and rows["softcap"]["over flex fwd"] is None
+    assert rows["softcap"]["speed bwd"] == 0.5
+    assert rows["bias S"]["speed fwd"] is None and "softcap" in rows["bias S"]["failed"]["cupyflash"]
+    assert "| bias S | – | – | – | – | cupyflash: ValueError: softcap is 0" in capsys.readouterr().err
+
+    monkeypatch.setattr(options.torch.cuda, "get_device_name", lambda: "another GPU")
+    assert code_of(options.main, [*words, "--only", "alibi"]) == 2
+    assert "has gpu some GPU, this run another GPU; allowed: the same" in capsys.readouterr().err
+
+
+def test_options_that_are_none(options, capsys):
+    assert code_of(options.main, ["--only", "softcap,nothing"]) == 2
+    assert "there is no row 'nothing'; allowed: none, softcap, " in capsys.readouterr().err
+
+
+def test_blocks_of_both_libraries(options):
+    size = options.Size(16, 1024)
+    made = options.flex_sparse(size)["block_mask"]
+    expected = options.flex_module.create_block_mask(made.mask_mod, 1, size.heads, 1024, 1024, device="cpu")
+    for name in ("full_kv_num_blocks", "full_kv_indices", "full_q_num_blocks", "full_q_indices", "kv_num_blocks"):
+        assert (getattr(made, name) == getattr(expected, name)).all(), name
+    assert (made.to_dense() == options.sparse_blocks(size)["block_mask"].blocks).all()
+    for multiple in (1, options.BLOCK):
+        document = options.documents(size, multiple)
+        expected = cupyflash.BlockMask.from_mask(document[:, None] == document)
+        assert (options.touched(document).numpy() == expected.blocks).all()
+        assert len(document) == 1024 and 128 <= document.bincount()[:-1].min() <= document.bincount().max() <= 256
+    assert expected.mask is None
 
 
 # --- pictures.py
