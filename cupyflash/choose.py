@@ -39,6 +39,7 @@ from .spec import (
     BiasSumSpec,
     ForwardSpec,
     HopperBackwardSpec,
+    HopperBiasGradientSpec,
     HopperForwardSpec,
     HopperKeysSpec,
     HopperQueriesSpec,
@@ -237,6 +238,9 @@ BIAS_GRADIENT = {
     192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),
     256: ((128, 64, 8, 4, 1), (64, 64, 8, 4, 1), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
 }
+
+# The same on Hopper, where q, k, v and dout have maps, head_dim up to: (cluster_q, cluster_k, slots), ...
+HOPPER_BIAS_GRADIENT = {64: ((2, 2, 4), (2, 2, 3)), 128: ((2, 2, 3), (2, 2, 2))}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -439,10 +443,11 @@ def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> b
 
 
 @functools.lru_cache(maxsize=1024)
-def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Variant]:
+def hopper_split_backward(problem: Problem, access: int, dbias: bool = False) -> tuple[Variant, Variant]:
     """Return Hopper's kernels of (dk, dv) and of dq, for arrays that its copy engine can read.
 
-    `access` is that of the gradients alone, which are written in 16, 4 or 2 bytes at once.
+    `access` is that of the gradients alone, which are written in 16, 4 or 2 bytes at once; with `dbias` the latter
+    writes dbias too.
     """
     access = 16 if access == 16 else min(access, 4)
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
@@ -455,11 +460,21 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
         return _with_logits(of, (table[width],)) if reads(problem) else of(table[width])
 
     keys = make(HopperKeysSpec, HOPPER_KEYS | HOPPER_KEYS_LOGITS if reads(problem) else HOPPER_KEYS)
-    queries = make(HopperQueriesSpec, HOPPER_QUERIES)
+    queries = replace(make(HopperQueriesSpec, HOPPER_QUERIES), dbias=dbias)
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
         Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),
     )
+
+
+def stores_dbias(problem: Problem, shape: tuple) -> bool:
+    """Whether the kernel of dq of a split backward writes a dbias of `shape`: each of its elements is one of dS.
+
+    With softcap they differ by its derivative; wide heads and a mask leave no registers.
+    """
+    logits = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    return shape == logits and problem.softcap is None and not (problem.mask and wide)
 
 
 def before_backward(main: Variant, float32_out: bool, access: int) -> Variant:
@@ -494,7 +509,26 @@ def bias_gradient(problem: Problem, before: Variant, shape: tuple, access: int, 
     return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec)
 
 
-def bias_tiles(problem: Problem, spec: BiasGradientSpec, shape: tuple) -> tuple[list, list]:
+@functools.lru_cache(maxsize=1024)
+def hopper_bias_gradient(problem: Problem, before: Variant, box_k: int) -> Variant | None:
+    """Return Hopper's kernel of dbias, None for wide heads; `box_k`: rows that the maps of k and v copy at once."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    if width > max(HOPPER_BIAS_GRADIENT):
+        return None
+    d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
+    tiles_q, tiles_k = -(-problem.seqlen_q // 128), -(-problem.seqlen_k // 128)
+    more = before.spec.packed, *_change(problem)[:2], *_logits(problem)
+
+    def make(tiling, logit_slots):
+        cluster_q, cluster_k, slots = tiling
+        cluster = min(cluster_q, tiles_q), min(cluster_k, tiles_k)
+        return HopperBiasGradientSpec(d, dv, *cluster, slots, box_k, *more, logit_slots)
+
+    spec = _with_logits(make, HOPPER_BIAS_GRADIENT[min(n for n in HOPPER_BIAS_GRADIENT if n >= width)])
+    return Variant("sm90/bias_gradient.cuh", "hopper_bias_gradient", problem.dtype, spec)
+
+
+def bias_tiles(problem: Problem, spec: BiasGradientSpec | HopperBiasGradientSpec, shape: tuple) -> tuple[list, list]:
     """Return the tiles of scores along the axes that are summed, of one tile of dbias, and along the others."""
     counts = problem.batch, problem.heads_q, -(-problem.seqlen_q // spec.block_q), -(-problem.seqlen_k // spec.block_k)
     summed = [count for count, size in zip(counts, shape) if size == 1]

@@ -27,6 +27,7 @@ HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob(
 TOP_HEADERS = (
     *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
+    "sm90/bias_gradient.cuh",
     *("precise/forward.cuh", "precise/backward.cuh"),
 )
 LIMIT = 232448
@@ -65,6 +66,14 @@ def bias_gradient(head_dim, head_dim_v=None, dtype="float16", bias="float32", sh
     problem = Problem(dtype, 2, 300, 300, 4, 4, head_dim, head_dim_v or head_dim, 1.0, bias=bias, **options)
     before = Variant("", "", dtype, spec.PrepareSpec(head_dim, head_dim, packed, False, access))
     return choose.bias_gradient(problem, before, shape, access, limit)
+
+
+def hopper_bias_gradient(head_dim, head_dim_v=None, dtype="float16", bias="float32", seqlen=300, packed=False,
+                         **options):  # fmt: skip
+    head_dim_v = head_dim_v or head_dim
+    problem = Problem(dtype, 2, seqlen, seqlen, 4, 4, head_dim, head_dim_v, 1.0, bias=bias, **options)
+    before = Variant("", "", dtype, spec.PrepareSpec(head_dim, head_dim_v, packed, False, 16))
+    return choose.hopper_bias_gradient(problem, before, 128 if packed else 64)
 
 
 @pytest.fixture
@@ -106,7 +115,7 @@ def test_header(header):
 def test_top_headers():
     """They are what the tables hold, on any GPU, and what a bias needs."""
     variants = [variant for capability in choose.SHARED_LIMIT for variant in choose.variants(capability)]
-    assert {variant.header for variant in variants} == set(TOP_HEADERS) - {bias_gradient(64).header}
+    assert {variant.header for variant in variants} == set(TOP_HEADERS) - {bias_gradient(64).header, hopper_bias_gradient(64).header}
 
 
 def test_no_other_files():
@@ -324,7 +333,7 @@ def test_a_wrong_struct_twin_is_seen(wrong):
 SPECS = (
     *(spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec),
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
-    *(spec.BiasGradientSpec, spec.BiasSumSpec),
+    *(spec.BiasGradientSpec, spec.HopperBiasGradientSpec, spec.BiasSumSpec),
     *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
 )
 
@@ -430,6 +439,8 @@ def group_products(variant):
     if variant.template == "hopper_backward":  # S and dP twice, and dq
         width, keys = 2 * s.head_dim + 2 * s.head_dim_v, s.block_k
         return (width + 2 * keys) // 16, 2 * (s.block_q // 16)
+    if variant.template == "hopper_bias_gradient":
+        return (s.head_dim + s.head_dim_v) // 16, 0
     if variant.template == "hopper_queries":
         return 2 * (s.head_dim + s.head_dim_v) // 16, 2 * (64 // 16)
     if variant.template == "hopper_keys":
@@ -459,6 +470,9 @@ def some_variants(capability):
         *split_backward(256, dtype=dtype),
         *split_backward(192, 128, dtype=other, access=2),
         split_backward(64, 256, dtype=dtype)[0],
+        hopper_bias_gradient(64, dtype=dtype, bias="bfloat16"),
+        hopper_bias_gradient(128, dtype=other, bias="float16", packed=True),
+        hopper_bias_gradient(40, 128, dtype=other, bias="float32", seqlen=100),
     ]
     main = backward(128, dtype=dtype, limit=limit)
     return [
@@ -583,6 +597,21 @@ def test_dbias_fits(head_dim):
             limit = choose.SHARED_LIMIT[int(arch[3:])]
             variant = bias_gradient(head_dim, bias="float16", shape=shape, packed=packed, limit=limit, **more)
             assert compiler.compile_offline(variant, arch).spill_bytes == 0, variant.expression
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", choose.HOPPER_BIAS_GRADIENT)
+def test_dbias_fits_on_hopper(head_dim):
+    """In a kernel of its own, and beside dq; with what takes the most registers beside it."""
+    both = {"softcap": 2.0, "alibi": True}
+    for bias, more in product(("bfloat16", "float32"), ({"mask": True}, {"mask": True, **both})):
+        variants = [hopper_bias_gradient(head_dim, dtype="bfloat16", bias=bias, **more)]
+        if "softcap" not in more:
+            problem = Problem("bfloat16", 1, 300, 300, 2, 2, head_dim, head_dim, 1.0, bias=bias, alibi=True, **more)
+            variants += [choose.hopper_split_backward(problem, access, True)[1] for access in (16, 2)]
+        for variant in variants:
+            report = compiler.compile_offline(variant, "sm_90")
+            assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
 
 
 @needs_nvrtc
