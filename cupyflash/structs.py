@@ -97,7 +97,6 @@ HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map", "b
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 LARGEST = float(np.finfo(np.float32).max)
-CAP_UNIT = 8  # Capped::kUnit in kernels/core/score.cuh
 STATISTIC_TILE = 128  # kStatisticTile
 
 
@@ -125,7 +124,7 @@ def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:
     fill(params, "score", slopes)
     params["score"]["diagonal"] = problem.diagonal
     if problem.softcap is not None:
-        params["score"]["inside"] = min(max(CAP_UNIT * problem.scale / problem.softcap, -LARGEST), LARGEST)
+        params["score"]["inside"] = min(max(problem.scale / problem.softcap, -LARGEST), LARGEST)
         params["score"]["cap"] = problem.softcap * math.log2(math.e)
 
 

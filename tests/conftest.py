@@ -4,7 +4,9 @@ import datetime
 import json
 import os
 import platform
+import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 # Before NumPy is loaded: its products here are small, and threads that wait for each other are slower than one,
@@ -27,7 +29,6 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
-    config.addinivalue_line("markers", "xdist_group: of pytest-xdist")
     config.addinivalue_line("markers", "large: needs many gigabytes of GPU memory")
     if config.getoption("gpu_record"):
         if NO_CUDA:
@@ -41,9 +42,6 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=NO_CUDA))
-    for item in items:
-        if item.get_closest_marker("large"):  # one after the other with pytest-xdist --dist loadgroup
-            item.add_marker(pytest.mark.xdist_group("large"))
 
 
 backend = backend_fixture("backend", "Every backend in every dtype with all options.", *ALL_OPTIONS)
@@ -61,15 +59,23 @@ precise = backend_fixture("precise", "The GPU in float32 and float64.", "cuda-fl
 
 
 @pytest.fixture(autouse=True)
-def _free_gpu_memory(request):
-    yield
+def _share_gpu_memory(request):
+    """Between the processes of pytest-xdist: large tests one after the other; what a memory pool keeps, others lack."""
+    large = request.node.get_closest_marker("large")
     if NO_CUDA:
+        yield
         return
     import cupy
 
-    pool = cupy.get_default_memory_pool()  # one of each process: what one keeps, others lack
-    if request.node.get_closest_marker("large") or pool.total_bytes() > 1 << 30:
-        pool.free_all_blocks()
+    with open(Path(tempfile.gettempdir()) / "cupyflash-large-tests", "w") if large else nullcontext() as file:
+        if large and os.name == "posix":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield
+        pool = cupy.get_default_memory_pool()
+        if large or pool.total_bytes() > 1 << 30:
+            pool.free_all_blocks()
 
 
 class GpuRecord:
@@ -84,9 +90,8 @@ class GpuRecord:
 
     def pytest_runtest_logreport(self, report):
         if "gpu" in report.keywords:
-            name = report.nodeid.split("@")[0]  # pytest-xdist appends the group
-            worst = ("passed", "skipped", "failed")
-            self.outcomes[name] = max(self.outcomes.get(name, "passed"), report.outcome, key=worst.index)
+            worst, before = ("passed", "skipped", "failed"), self.outcomes.get(report.nodeid, "passed")
+            self.outcomes[report.nodeid] = max(before, report.outcome, key=worst.index)
 
     def pytest_sessionfinish(self, session):
         option, sha256 = session.config.option, tools.tree_digest()

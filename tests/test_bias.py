@@ -117,7 +117,7 @@ def test_lengths(backend1, seqlen_q, seqlen_k, causal):
 def test_masks(backend1, options, seqlen_q, seqlen_k):
     """A key is seen where all masks show it; every other option at once."""
     x = case(backend1, seqlen_q, seqlen_k, seed=3)
-    options |= {"sink": sinks(backend1, 4), **changes(backend1, 4)["both"]}
+    options = options | {"sink": sinks(backend1, 4), **changes(backend1, 4)["both"]}
     bias, mask = biases(backend1, (2, 1, seqlen_q, seqlen_k)), masks(backend1, (4, seqlen_q, 1))
     for more in ({"bias": bias}, {"mask": mask}, {"bias": bias, "mask": mask, "dropout": 0.3, "seed": 5}):
         check(backend1, *x.qkv, x.dout, x.dlse, **options, **more)

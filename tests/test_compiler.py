@@ -593,7 +593,7 @@ def test_bias_and_mask_fit(head_dim):
 def test_dbias_fits(head_dim):
     """Of one tile of scores or of several, whatever else the scores have."""
     for shape, more in product(((2, 4, 300, 300), (1, 4, 300, 300)), ({}, EVERY_OPTION)):
-        for arch, packed in (("sm_80", False), ("sm_90", True)):
+        for arch, packed in (("sm_80", False), ("sm_90", 64 < head_dim <= 128)):  # where Hopper has one kernel
             limit = choose.SHARED_LIMIT[int(arch[3:])]
             variant = bias_gradient(head_dim, bias="float16", shape=shape, packed=packed, limit=limit, **more)
             assert compiler.compile_offline(variant, arch).spill_bytes == 0, variant.expression

@@ -433,7 +433,7 @@ def test_cards_with_other_figures_are_not_known(monkeypatch, name):
 
 @pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"head_dim": 300}])
 def test_problems_that_no_kernel_takes(changes):
-    with pytest.raises(NotImplementedError, match="q is a Problem of .*; allowed: float16 and bfloat16, up to 256"):
+    with pytest.raises(NotImplementedError, match="q has dtype .*; allowed: float16 and bfloat16, up to 256"):
         cupyflash.roofline(replace(problem(), **changes), device="H100")
 
 

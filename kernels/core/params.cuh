@@ -46,7 +46,7 @@ __device__ __forceinline__ float lse_in_base_2(float lse) { return lse == -kInfi
 struct Score {  // core/score.cuh
   const float* slopes;
   int64 batch, head;  // strides
-  float inside, cap;  // 8 * scale / softcap (Capped::kUnit), and softcap in base 2
+  float inside, cap;  // scale / softcap, and softcap in base 2
   int diagonal;       // query i has the distance 0 from the key i + diagonal
 };
 

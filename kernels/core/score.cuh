@@ -8,31 +8,23 @@
 
 namespace cupyflash {
 
-// cap * tanh(u) + offset, and the derivative of its first part by cap * u, 1 - tanh(u)^2. That is 4 e / (1 + e)^2,
-// e = exp(-2 |u|), where u is not small: no digits are lost where tanh is near 1, and it is 0 where e is. !kFar, all of
-// some u are small, leaves out what none of them needs: the value is the same, bit for bit, and the derivative but for
-// rounding. Each u comes as kUnit * u, so that bit 30 tells whether it is small: it is that of floats from 2 on.
-struct Capped {
-  static constexpr float kUnit = 8;
+// t and 1 - t^2. The latter is 4 e / (1 + e)^2, e = exp(-2 |u|): no digits are lost where t is near 1, and it is 0
+// where e is. !kFar, all of some scores are small, leaves out what none of them needs: t is the same, bit for bit, and
+// 1 - t^2, now from t, but for rounding.
+struct Tanh {
+  static constexpr float kSeries = 0.25f;  // below it t by a series: 1 - 2 e / (1 + e) would lose digits
   float value, derivative;
 
-  __device__ __forceinline__ static bool any_far(uint32 bits) { return __any_sync(kFullWarp, bits >> 30 & 1); }
-
-  // !kDerivative: the cap is in the coefficients.
-  template <bool kFar, bool kDerivative>
-  __device__ __forceinline__ static Capped of(float x, float cap, float offset) {
-    constexpr float kSquare = 1 / (kUnit * kUnit);  // below u = 1/4 a series: error below 3e-9 of the value
-    const float square = x * x, first = (kDerivative ? 1 : cap) * (1 / kUnit),
-                third = first * (-0.333332419f * kSquare);
-    const float fifth = first * (0.133242637f * kSquare * kSquare);
-    const float seventh = first * (-0.0514330491f * kSquare * kSquare * kSquare);
-    const float factor = fmaf(square, fmaf(square, fmaf(square, seventh, fifth), third), first), t = x * factor;
-    const float near = kDerivative ? fmaf(t, cap, offset) : fmaf(x, factor, offset);
-    if constexpr (!kFar) return {near, fmaf(-t, t, 1.f)};
-    const float e = exp2f(-2 / kUnit * kLog2E * fabsf(x)), twice = __fdividef(1.f, fmaf(e, 0.5f, 0.5f));
-    const float rest = e * twice;
-    const float far = opaque(copysignf(fmaf(-cap, rest, cap), x) + offset);  // opaque: no branch for each score
-    return {fabsf(x) < 2 ? near : far, rest * twice};
+  template <bool kFar>
+  __device__ __forceinline__ static Tanh of(float u) {
+    const float square = u * u;
+    float t = fmaf(square, -0.0514330491f, 0.133242637f);  // error below 3e-9 t
+    t = fmaf(u * square, fmaf(square, t, -0.333332419f), u);
+    if constexpr (!kFar) return {t, fmaf(-t, t, 1.f)};
+    const float e = exp2f(-2 * kLog2E * fabsf(u)), twice = __fdividef(1.f, fmaf(e, 0.5f, 0.5f)), rest = e * twice;
+    t = opaque(t);  // or each score gets a branch of its own
+    const bool near = fabsf(u) < kSeries;
+    return {near ? t : copysignf(1.f - rest, u), rest * twice};
   }
 };
 
@@ -72,17 +64,17 @@ struct ScoreChange {
     return slant;
   }
 
-  // Scores -> exponents, kPart * 8 columns at a time, kAhead as in `each`. `base(j, i)`: the bias of x[j][i].
-  template <int kPart = 2, bool kAhead = false, int kCols, class Base>
+  // Scores -> exponents, kPart * 8 columns at a time. `base(j, i)`: the bias of x[j][i].
+  template <int kPart = 2, int kCols, class Base>
   __device__ __forceinline__ void apply(Accumulator<kCols>& x, const Slant& slant, Base base) const {
-    each<kPart, false, kAhead>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&)[4]) {
+    each<kPart>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x.x[j][i] = exponent[i];
     });
   }
-  template <int kPart = 2, bool kAhead = false, int kCols>
+  template <int kPart = 2, int kCols>
   __device__ __forceinline__ void apply(Accumulator<kCols>& x, const Slant& slant) const {
-    apply<kPart, kAhead>(x, slant, [](int, int) { return 0.f; });
+    apply<kPart>(x, slant, [](int, int) { return 0.f; });
   }
 
   // For the backward: scores -> P. With softcap, P only becomes an operand, for dv, and what takes the place of the
@@ -92,7 +84,7 @@ struct ScoreChange {
   template <class T, bool kTight, int kPart = 2, int kCols, class Base>
   __device__ __forceinline__ void weigh(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
                                         Base base) const {
-    each<kPart, true, false>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&derivative)[4]) {
+    each<kPart>(x, slant, base, [&](int j, const float (&exponent)[4], const float (&derivative)[4]) {
       float (&p)[4] = x.x[j];
 #pragma unroll
       for (int i = 0; i < 4; ++i) p[i] = exp2f(exponent[i]);
@@ -130,50 +122,41 @@ struct ScoreChange {
 
  private:
   // `use(j, exponent, derivative)` of the columns 8 * j, 8 * j + 1 in both rows. Part by part: with all scores on their
-  // way at once the compiler has not enough registers. kAhead: the votes of all parts come first, for nobody to wait
-  // for.
-  template <int kPart, bool kDerivative, bool kAhead, int kCols, class Base, class Use>
+  // way at once the compiler has not enough registers.
+  template <int kPart, int kCols, class Base, class Use>
   __device__ __forceinline__ void each(Accumulator<kCols>& x, const Slant& slant, Base base, Use use) const {
-    constexpr int kParts = kCols / 8 / kPart;
-    bool far[kParts] = {};
-    const auto vote = [&](int part) {
-      uint32 bits = 0;
 #pragma unroll
-      for (int j = part * kPart; j < (part + 1) * kPart; ++j)
+    for (int first = 0; first < kCols / 8; first += kPart) {
+      bool far = false;
+      if constexpr (kBias) __syncwarp();  // or all loads go ahead of all parts, into registers that are not there
+      if constexpr (kSoftcap) {
+        float largest = 0.f;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) x.x[j][i] *= score.inside, bits |= __float_as_uint(x.x[j][i]);
-      far[part] = Capped::any_far(bits);
-    };
-    if constexpr (kSoftcap && kAhead)
+        for (int j = first; j < first + kPart; ++j)
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) vote(part);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if constexpr (kSoftcap && !kAhead) vote(part);
-      if (far[part])
-        each_of<true, kDerivative, kPart>(x, part * kPart, slant, base, use);
+          for (int i = 0; i < 4; ++i) x.x[j][i] *= score.inside, largest = fmaxf(largest, fabsf(x.x[j][i]));
+        far = __any_sync(kFullWarp, largest >= Tanh::kSeries);
+      }
+      if (far)
+        each_of<true, kPart>(x, first, slant, base, use);
       else
-        each_of<false, kDerivative, kPart>(x, part * kPart, slant, base, use);
+        each_of<false, kPart>(x, first, slant, base, use);
     }
   }
-  template <bool kFar, bool kDerivative, int kPart, int kCols, class Base, class Use>
+  template <bool kFar, int kPart, int kCols, class Base, class Use>
   __device__ __forceinline__ void each_of(Accumulator<kCols>& x, int first, const Slant& slant, Base base,
                                           Use use) const {
-    if constexpr (kBias) __syncwarp();  // or all loads go ahead of all parts, into registers that are not there
 #pragma unroll
     for (int j = first; j < first + kPart; ++j) {
       float exponent[4], derivative[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        float offset = base(j, i);
+        float offset = base(j, i), factor = sizes.scale_log2;
         if constexpr (kAlibi)
           offset = fmaf(-slant.slope[i / 2], fabsf(slant.origin[i / 2] - float(8 * j + i % 2)), offset);
-        if constexpr (kSoftcap) {
-          const Capped capped = Capped::of<kFar, kDerivative>(x.x[j][i], score.cap, offset);
-          exponent[i] = capped.value, derivative[i] = capped.derivative;
-        } else {
-          exponent[i] = fmaf(x.x[j][i], sizes.scale_log2, offset), derivative[i] = 1.f;
-        }
+        Tanh t = {x.x[j][i], 1.f};
+        if constexpr (kSoftcap) t = Tanh::of<kFar>(x.x[j][i]), factor = score.cap;
+        exponent[i] = fmaf(t.value, factor, offset), derivative[i] = t.derivative;
       }
       use(j, exponent, derivative);
     }

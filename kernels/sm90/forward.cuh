@@ -200,9 +200,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const float exponent_log2 = kNatural ? kLog2E : change.scale_log2();
   const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
     const int first_key = tile * kBlockK;
-    constexpr bool kFew = kWarpgroups > 2 || kSpec.float32_out;  // registers
     if constexpr (Change::kAny)
-      change.template apply<kFew ? 1 : 2, !kFew>(
+      change.template apply<kSpec.float32_out ? 1 : 2>(
           scores[0],
           change.slant(
               first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
