@@ -338,7 +338,7 @@ def test_dbias_beside_dq():
         (192, {"mask": True}, False),
         (64, {"softcap": 2.0}, False),
     ):
-        one = replace(problem(d), batch=2, heads_q=4, seqlen_q=5, seqlen_k=7, bias="float32", **options)
+        one = replace(problem(d), batch=2, heads_q=4, seqlen_q=5, seqlen_k=7, bias="float16", **options)
         assert choose.stores_dbias(one, (2, 4, 5, 7)) == stored
         assert not any(choose.stores_dbias(one, shape) for shape in ((1, 4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 7)))
         keys, queries = (variant.spec for variant in choose.hopper_split_backward(one, 16, True))

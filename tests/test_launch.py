@@ -595,7 +595,7 @@ def check_logit_map(call, spec, record, x):
         assert not record["map"].any()
         return
     rows, heads = spec.block_q if isinstance(spec, choose.HopperBackwardSpec) else 64, 1  # of a warpgroup
-    if getattr(spec, "packed", False):
+    if isinstance(spec, choose.HopperForwardSpec) and spec.packed:
         rows, heads = 64 // call.problem.group, call.problem.group
     own = [n > 1 and stride != 0 for n, stride in zip(x.shape[:3], x.strides)]
     assert [record[axis] for axis in ("batch", "head", "row")] == own

@@ -63,6 +63,12 @@ struct BlockPlace {
   }
 };
 
+// lse in base 2, and 16 further delta.
+__device__ __forceinline__ const float* packed_statistics(const BackwardParams& p, int batch, int head, int row) {
+  const int64 pair = int64(batch) * p.sizes.heads_q + head;
+  return p.delta.data + pair * statistic_rows(p.sizes.seqlen_q) * 2 + statistic_of(row);
+}
+
 template <class T, HopperBiasGradientSpec kSpec>
 __global__ void __cluster_dims__(kSpec.cluster(), 1, 1) __launch_bounds__(kSpec.threads(), 1)
     hopper_bias_gradient(const __grid_constant__ HopperBackwardParams p) {
@@ -177,12 +183,13 @@ __global__ void __cluster_dims__(kSpec.cluster(), 1, 1) __launch_bounds__(kSpec.
     for (int step = 0; step < kDimV / 16; ++step) Wgmma<T, kBlock>::dot_rows(dprob.x, dout[step], v[step], step > 0);
     wgmma_commit();
   };
+  const auto row_of_warp = [&](const SumStep& step) { return place.row(step.row) + 16 * warp; };
   const auto sum_of = [&](const SumStep& step) {
     constexpr int kWarps = 4 * kGroups;
     const int chunk = blockIdx.x / kCluster % p.dbias.chunks;
     return WarpSum{step.batch,
                    step.head,
-                   place.row(step.row) + 16 * warp,
+                   row_of_warp(step),
                    place.col(step.col),
                    chunk,
                    place.q * kWarps + warp,
@@ -194,6 +201,19 @@ __global__ void __cluster_dims__(kSpec.cluster(), 1, 1) __launch_bounds__(kSpec.
     logits.release();
     has_bias = false;
   };
+  // Of a row that is not there or sees no key: P is 0.
+  const auto lse_of = [&](const SumStep& step, int half) {
+    const int row = row_of_warp(step) + prob.row(half);
+    if (row >= s.seqlen_q) return kInfinity;
+    if constexpr (kSpec.packed) return packed_statistics(p, step.batch, step.head, row)[0];
+    return lse_in_base_2(p.lse.at(step.batch, step.head)[row * p.lse.row]);
+  };
+  const auto delta_of = [&](const SumStep& step, int half) {
+    const int row = row_of_warp(step) + prob.row(half);
+    if (row >= s.seqlen_q) return 0.f;
+    if constexpr (kSpec.packed) return packed_statistics(p, step.batch, step.head, row)[16];
+    return p.delta.at(step.batch, step.head)[row * p.delta.row];
+  };
   const auto add_tile = [&](const SumStep& step, bool ends_sum) {
     turns.wait();
     issue_scores();
@@ -201,22 +221,13 @@ __global__ void __cluster_dims__(kSpec.cluster(), 1, 1) __launch_bounds__(kSpec.
     issue_products();
     turns.pass_on();
 
-    const WarpSum at = sum_of(step);
+    // Softcap beside ALiBi has no registers left for delta during the exponentials.
+    constexpr bool kDeltaAhead = !(kSpec.softcap && kSpec.alibi);
     float lse[2], delta[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = at.row + prob.row(half);
-      lse[half] = kInfinity, delta[half] = 0.f;  // of a row that is not there or sees no key: P is 0
-      if (row < s.seqlen_q) {
-        if constexpr (kSpec.packed) {
-          const int64 pair = int64(step.batch) * s.heads_q + step.head;
-          const float* const both = p.delta.data + pair * statistic_rows(s.seqlen_q) * 2 + statistic_of(row);
-          lse[half] = both[0], delta[half] = both[16];
-        } else {
-          lse[half] = lse_in_base_2(p.lse.at(step.batch, step.head)[row * p.lse.row]);
-          delta[half] = p.delta.at(step.batch, step.head)[row * p.delta.row];
-        }
-      }
+      lse[half] = lse_of(step, half);
+      if constexpr (kDeltaAhead) delta[half] = delta_of(step, half);
     }
     const float slope = change.slope(step.batch, step.head);
 
@@ -226,7 +237,8 @@ __global__ void __cluster_dims__(kSpec.cluster(), 1, 1) __launch_bounds__(kSpec.
     ring.release();
     const auto row_of = [&](const LogitMap& array) { return [&](int r) { return (warp % 4 * 16 + r) * array.row; }; };
     const Slant slant = change.slant(
-        at.col, [&](int half) { return at.row + prob.row(half) + p.score.diagonal; }, [&](int) { return slope; });
+        place.col(step.col), [&](int half) { return row_of_warp(step) + prob.row(half) + p.score.diagonal; },
+        [&](int) { return slope; });
     auto bias = logits.row_bias(row_of(p.bias_map));
     constexpr int kPart = kSpec.softcap && kSpec.alibi ? 1 : 2;
     change.template apply<kPart>(prob, slant, [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse[i / 2]); });
@@ -234,14 +246,16 @@ __global__ void __cluster_dims__(kSpec.cluster(), 1, 1) __launch_bounds__(kSpec.
     for (int j = 0; j < kBlock / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(prob.x[j][i]);
-    const Range by_all = keys_of_all(band, {at.row, min(at.row + 16, s.seqlen_q) - 1});
-    if (at.row + 16 > s.seqlen_q || at.col < by_all.first || at.col + kBlock - 1 > by_all.last)
-      prob.hide(at.row, at.col, 0.f, [&](int row) { return row < s.seqlen_q ? band.keys(row) : Range{0, -1}; });
+    const int row = row_of_warp(step), col = place.col(step.col);
+    const Range by_all = keys_of_all(band, {row, min(row + 16, s.seqlen_q) - 1});
+    if (row + 16 > s.seqlen_q || col < by_all.first || col + kBlock - 1 > by_all.last)
+      prob.hide(row, col, 0.f, [&](int row) { return row < s.seqlen_q ? band.keys(row) : Range{0, -1}; });
     if constexpr (kSpec.mask) {
       Weights<kBlock> none;
       ScoreChange<false, false>{p.score, s}.hide_masked(prob, none, logits.row_mask(row_of(p.mask_map)));
     }
     if (kSpec.mask || ends_sum) release_logits();
+    if constexpr (!kDeltaAhead) delta[0] = delta_of(step, 0), delta[1] = delta_of(step, 1);
     wgmma_wait<0>();
     ring.release(1);
     ring.advance(2);
