@@ -2,7 +2,7 @@
 // a tile of scores, of which each block computes 128 queries and 128 keys; its blocks read what they share once, each a
 // part that the copy engine brings to all. One warpgroup copies; each of the others computes, for 64 queries,
 //   S = q k^T    P = exp(scale S + bias - lse)    dP = dout v^T    sum += P (dP - delta)
-// and leaves a finished sum while the products of the next one are made.
+// and stores a finished sum while the other one multiplies.
 #pragma once
 
 #include "any/bias_tiles.cuh"
@@ -75,9 +75,9 @@ __global__ void __cluster_dims__(kSpec.cluster(), 1, 1) __launch_bounds__(kSpec.
   constexpr int kGroups = 2, kBlock = BlockPlace<kSpec>::kBlock;
   constexpr int kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v, kSlots = kSpec.slots, kCluster = kSpec.cluster();
   constexpr int kPartBytes = tile_bytes(kBlock, kDim > kDimV ? kDim : kDimV), kSlotBytes = 2 * kPartBytes;
-  constexpr int kSteps = 8;  // places for them: more than tiles on their way, the present one and the one before
+  constexpr int kSteps = 8;  // places for them: one is read until its sum is stored, when all slots may be of others
   using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlock, kSpec.logit_slots>;
-  static_assert(kSlots + 1 < kSteps);
+  static_assert(kSlots < kSteps);
 
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[2 * kSlots + kGroups * GroupLogits::kBarriers];
