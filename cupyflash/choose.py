@@ -31,6 +31,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+from .checks import MASK_TILE
 from .problem import Problem
 from .spec import (
     BIAS_TYPES,
@@ -43,6 +44,7 @@ from .spec import (
     HopperForwardSpec,
     HopperKeysSpec,
     HopperQueriesSpec,
+    ModGradientSpec,
     PrepareSpec,
     SinkSpec,
     Variant,
@@ -75,6 +77,9 @@ FORWARD_DROPPED = {
     128: ((64, 64, 4, 4, 2, 2, False), (64, 64, 4, 4, 1, 2, False)),
 }
 
+# The same for these and a block mask, whose tiles must divide its own.
+FORWARD_DROPPED_BLOCKS = FORWARD_DROPPED | {96: ((128, 32, 4, 4, 2, 2, False),)}
+
 # The same for a bias and a mask, whose addresses take registers: not timed. With 64 keys 96 and 128 spill for both in
 # float16, with 32 keys 256.
 FORWARD_LOGITS = {
@@ -84,6 +89,7 @@ FORWARD_LOGITS = {
     192: ((64, 32, 4, 4, 1, 2, False),),
     256: ((64, 16, 4, 4, 1, 2, False),),
 }
+FORWARD_MIXED = {64: ((64, 32, 4, 4, 2, 2, True),)}  # and what spills with these: functions of the user as well
 
 # Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
 # SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, timed by
@@ -132,12 +138,13 @@ HOPPER_FORWARD = {
 # The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 # The same for a bias and a mask: the first tiling of a row that leaves room for a tile of them for each warpgroup, or
-# for two. Not timed. By count, at 128: the products of 128 queries and 128 keys take 2048 cycles at best. In that time
+# for two. By count, at 128: the products of 128 queries and 128 keys take 2048 cycles at best. In that time
 #   a 16-bit bias of every head and batch       32 KB, 16 bytes a cycle, where memory gives a multiprocessor 17; what
 #                                               heads share comes from L2, and one row for all is 256 bytes
 #   wavefronts of shared memory                 256 to bring it, 256 to read it (ldmatrix)
 #   instructions a score                        2.2, unpack and add, to about 6 of the softmax; of a mask 3
-# Expected: 0.7 of the speed without a bias, 0.8 where heads share it.
+# Of the speed without (H200, bfloat16, 8192): 128: bias 0.76, shared by heads 0.72, one row for all 0.78, mask 0.85;
+# 64, which loses its third group: 0.50, 0.54, 0.57, 0.60. One item a row, which is portable: 0.22.
 # Tried: three warpgroups at 64 and 96 spill with packed or narrow rows and with a changed score.
 HOPPER_FORWARD_LOGITS = {
     64: ((128, 1, 1, 2, 4, 6),),
@@ -145,6 +152,19 @@ HOPPER_FORWARD_LOGITS = {
     128: ((128, 1, 1, 2, 2, 4), (64, 1, 1, 2, 2, 4)),
     192: ((64, 1, 1, 2, 2, 5),),
     256: ((64, 1, 1, 2, 2, 4), (64, 1, 1, 2, 2, 3)),
+}
+# And those whose tiles divide those of a block mask.
+HOPPER_FORWARD_BLOCKS = {
+    64: (128, 1, 1, 2, 4, 6),
+    128: (128, 1, 1, 2, 4, 4),
+    192: (64, 1, 1, 2, 4, 5),
+    256: (64, 1, 1, 2, 3, 4),
+}
+# The same for functions of the user that read an array for every score: all reads of a tile are under way together.
+HOPPER_FORWARD_READS = {
+    64: (64, 1, 1, 2, 4, 8),
+    96: (64, 1, 1, 2, 4, 6),
+    128: (64, 1, 1, 2, 4, 8),
 }
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
@@ -165,12 +185,15 @@ BACKWARD_SPARE = {
     128: ((64, 64, 8, 4, 2, 2, 1, 1),),
     256: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
+# And functions of the user that read an array for every score, on Turing, whose shared memory has no room for these.
+BACKWARD_READS = {128: (*BACKWARD_SPARE[128], (32, 32, 4, 2, 2, 2, 1, 1))}
 # And what spills with these: a bias and a mask.
 BACKWARD_LOGITS = {
     64: ((32, 64, 4, 4, 4, 2, 2, 2),),
     96: ((64, 64, 8, 4, 2, 2, 1, 1),),
     192: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
+BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:
@@ -203,10 +226,11 @@ BACKWARD_LOGITS = {
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
-# With a bias, not timed. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
+# With a bias. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
 # In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
 # read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
-# where a mask, or a bias up to 64 columns, splits the backward, which then reads them twice.
+# where a mask, or a bias up to 64 columns, splits the backward, which then reads them twice. Found: 0.55 with
+# a mask; with a bias its gradient was timed, too.
 # Tried: 64, with one slot of keys: spills 16 bytes for a bias, 56 for a mask; 128: up to 20 for a mask, with ALiBi
 HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
@@ -224,13 +248,15 @@ HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
 HOPPER_KEYS_LOGITS = {192: (2, 3, 3)}  # the same for a bias and a mask
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
 HOPPER_STATIC = 1024  # bytes that are left for barriers where the tiles of bias and mask are counted
-HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout
+HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout or functions of the user
 HOPPER_READ = 192  # and up to which their shared memory suffices for tiles of bias and mask; 128 for float32 and a mask
 
-# The gradient of a bias, head_dim up to: (block_q, block_k, warps, warps_q, blocks_per_sm), ... Not timed. At 8192
+# The gradient of a bias, head_dim up to: (block_q, block_k, warps, warps_q, blocks_per_sm), ... At 8192
 # queries and keys, 32 heads of 128, a bias in bfloat16 for every logit, two products are 1.1 TFLOP: 2.9 ms at the 380
 # TFLOP/s that mma.sync does here, and its bytes, read and written, 8.6 GB: 2.1 ms at 4.1 TB/s. Predicted:
 # 3.5 to 4.5 ms, for exponentials and the tiles of K and V, 10 GB from L2, overlap with the products of another block.
+# Found (H200, both at once): the backward takes 4.7 ms without a bias, 17.7 with one that batches share, 14.9 with one
+# that heads share, too, 12.7 with one row: two to three times as much as predicted. By count it waits for L2: 26 GB.
 BIAS_GRADIENT = {
     64: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1)),
     96: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1)),
@@ -238,6 +264,14 @@ BIAS_GRADIENT = {
     192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),
     256: ((128, 64, 8, 4, 1), (64, 64, 8, 4, 1), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
 }
+# The same for what spills with the rows above: block masks, functions of the user, dropout with a changed score.
+BIAS_GRADIENT_SPARE = {
+    **dict.fromkeys((64, 96, 128), ((64, 64, 4, 2, 2),)),
+    256: ((64, 64, 8, 4, 1),),
+}
+
+# Of the kernel of dscore_mod, head_dim up to: (block_k, warps), ...: not timed.
+MOD_GRADIENT = {128: ((32, 4), (32, 2)), 256: ((32, 4), (16, 2))}
 
 # The same on Hopper, where q, k, v and dout have maps, head_dim up to: (cluster_q, cluster_k, slots), ... Not timed.
 # With the kernel above, at 8192, 2 batches and 16 heads of 128, a backward took 17.7 ms for a bias of the heads, 14.9
@@ -292,10 +326,15 @@ def path(capability: int, nvrtc: tuple[int, int]) -> str:
     return name
 
 
-def fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int):
+def divides_mask_tile(*sizes: int) -> bool:
+    """Whether a tile of so many queries and keys lies within one of those that a block mask has bits for."""
+    return not any(MASK_TILE % size for size in sizes)
+
+
+def fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int, blocks: bool = False):
     """Return the first spec that fits, of the rows of `first` and `table` for `head_dim`."""
     key = min(limit for limit in table if limit >= head_dim)
-    specs = [make(tiling) for tiling in first.get(key, ()) + table[key]]
+    specs = [make(tiling) for tiling in first.get(key, ()) + table[key] if not blocks or divides_mask_tile(*tiling[:2])]
     for spec in specs:
         if spec.shared_bytes * spec.blocks_per_sm <= shared_limit:
             return spec
@@ -327,17 +366,19 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     def make(tiling):
         _, _, warps, out_warps_q, *_ = tiling
         columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), *_logits(problem)
+        more = *_change(problem), *_logits(problem), problem.blocks
         return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
     if reads(problem):
-        first = FORWARD_LOGITS
-    elif any(_change(problem)):
-        first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
+        first = FORWARD_LOGITS | FORWARD_MIXED if problem.mods else FORWARD_LOGITS
+    elif problem.mods or any(_change(problem)):
+        first = FORWARD_CHANGED
+        if problem.dropout or problem.mods:
+            first = FORWARD_DROPPED_BLOCKS if problem.blocks else FORWARD_DROPPED
     else:
-        first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
-    spec = fitting(FORWARD, first, make, max(d, dv), shared_limit)
-    return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
+        first = {} if float32_out or access < 16 or capability >= 100 or problem.blocks else FORWARD_PLAIN
+    spec = fitting(FORWARD, first, make, max(d, dv), shared_limit, problem.blocks)
+    return Variant("sm80/forward.cuh", "forward", problem.dtype, spec, problem.mods)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -354,18 +395,25 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         return table[min(limit for limit in table if limit >= max(d, dv))]
 
     def make(tiling, logit_slots=0):
-        packed = access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
-        more = *_change(problem), *_logits(problem), logit_slots
+        able = access == 16 and not problem.dropout and not problem.blocks
+        packed = able and _packing_pays(problem, tiling[1] * tiling[3])
+        more = *_change(problem), *_logits(problem), logit_slots, problem.blocks
         return HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *more)
 
+    changed = problem.mods is not None or any(_change(problem))
     if reads(problem):
         spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS))
+    elif problem.blocks:
+        spec = make(row(HOPPER_FORWARD_BLOCKS))
+    elif problem.mods and problem.mods.reads:
+        spec = make(row(HOPPER_FORWARD_READS))
     else:
         at = 2 * problem.banded + (problem.seqlen_k > SHORT)
         spec = make(row(HOPPER_FORWARD)[at])
-        if problem.dropout or any(_change(problem)) and (spec.packed or access < 16):
+        both = problem.mods is not None and any(_change(problem))
+        if problem.dropout or both or changed and (spec.packed or access < 16):
             spec = make(row(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)[at])
-    return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
+    return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
 
 
 def _with_logits(make, tilings: tuple):
@@ -390,41 +438,66 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     def make(tiling):
         _, _, warps, _, grad_warps_k, dq_warps_q, *_ = tiling
         columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), *_logits(problem)
+        more = *_change(problem), *_logits(problem), problem.blocks
         return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
-    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads(problem))
-    spare = problem.dropout or access < 16 and any(_change(problem))
+    changed = problem.mods is not None or any(_change(problem))
+    with_options = changed or reads(problem) or problem.blocks
+    plain = not (deterministic or access < 16 or capability >= 100 or with_options)
+    spare = problem.dropout or problem.mods or access < 16 and changed
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
-    if reads(problem):
-        first = BACKWARD_SPARE | BACKWARD_LOGITS
-    spec = fitting(BACKWARD, first, make, max(d, dv), shared_limit)
-    return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
+    if problem.blocks:
+        first = BACKWARD_SPARE | BACKWARD_BLOCKS
+    if problem.mods and problem.mods.reads:
+        first = first | BACKWARD_READS
+    if reads(problem) or problem.blocks and problem.mods:
+        first = BACKWARD_SPARE | BACKWARD_BLOCKS | BACKWARD_LOGITS if problem.mods else BACKWARD_SPARE | BACKWARD_LOGITS
+    spec = fitting(BACKWARD, first, make, max(d, dv), shared_limit, problem.blocks)
+    return Variant("sm80/backward.cuh", "backward", problem.dtype, spec, problem.mods)
 
 
-def split(problem: Problem) -> bool:
+def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    Also with dropout or a mask, and with a bias up to 64: the one kernel has no registers left.
+    Also with dropout or a mask, with a bias or functions of the user up to 64, with functions that read or follow a
+    softcap, and with block masks where the order is fixed or the score is changed: the one kernel has no registers left
+    for them.
     """
     width = max(problem.head_dim, problem.head_dim_v)
     if problem.dropout or problem.mask or width > 128:
         return True
-    return problem.bias is not None if width <= 64 else problem.seqlen_k <= SPLIT
+    if problem.mods and (problem.mods.reads or problem.softcap is not None):
+        return True
+    if problem.blocks and (deterministic or problem.softcap is not None or problem.alibi):
+        return True
+    return bool(problem.bias or problem.mods) if width <= 64 else problem.seqlen_k <= SPLIT
 
 
-def drops_elsewhere(problem: Problem) -> bool:
-    """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout."""
-    wide = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
-    return problem.dropout > 0 and (wide or problem.softcap is not None or problem.alibi)
+def _mixes(problem: Problem) -> bool:
+    """Whether it has options that only the portable kernels combine. Hopper's bring tiles of bias and mask for every
+    tile of keys, also for those that a block mask hides, and have no registers for functions of the user beside both.
+    """
+    return reads(problem) + problem.blocks + (problem.mods is not None) > 1
 
 
-def reads_elsewhere(problem: Problem) -> bool:
-    """Whether the backward must take the portable kernel: Hopper's have no room left for its bias and mask, in shared
-    memory, or beside dropout, in registers."""
+def forward_elsewhere(problem: Problem) -> bool:
+    """Whether the forward must take the portable kernel: also for wide heads and functions that read."""
     width = max(problem.head_dim, problem.head_dim_v)
-    widest = 128 if problem.bias == "float32" and problem.mask else HOPPER_READ
-    return reads(problem) and (problem.dropout > 0 or width > widest)
+    return _mixes(problem) or bool(problem.mods) and problem.mods.reads and width > max(HOPPER_FORWARD_READS)
+
+
+def backward_elsewhere(problem: Problem) -> bool:
+    """Whether the backward must take the portable kernel: also where Hopper's have no registers left for its options,
+    or no shared memory for its bias and mask."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    if problem.mods:
+        widest = 128 if problem.mods.reads else HOPPER_DROPPED
+    elif reads(problem):
+        widest = 128 if problem.bias == "float32" and problem.mask else HOPPER_READ
+    else:
+        changed = problem.softcap is not None or problem.alibi
+        return _mixes(problem) or problem.dropout > 0 and (width > HOPPER_DROPPED or changed)
+    return _mixes(problem) or problem.dropout > 0 or width > widest
 
 
 @functools.lru_cache(maxsize=1024)
@@ -438,11 +511,11 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
 
     def make(tiling, logit_slots=0):
-        more = *_change(problem)[:2], BIAS_TYPES.index(problem.bias), logit_slots
+        more = *_change(problem)[:2], BIAS_TYPES.index(problem.bias), logit_slots, problem.blocks
         return HopperBackwardSpec(d, dv, *tiling, deterministic, access, *more)
 
     spec = _with_logits(make, (HOPPER_BACKWARD[d],)) if reads(problem) else make(HOPPER_BACKWARD[d])
-    return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
+    return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec, problem.mods)
 
 
 def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> bool:
@@ -451,7 +524,8 @@ def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> b
     With a mask they see different queries anyway. Deterministic, each waits for all others of its head, which must run
     at the same time: rotated only where whole heads fill nearly all `places`.
     """
-    return not problem.banded and (not deterministic or tiles <= places and places % tiles <= places // 10)
+    hides = problem.banded or problem.blocks
+    return not hides and (not deterministic or tiles <= places and places % tiles <= places // 10)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -467,15 +541,15 @@ def hopper_split_backward(problem: Problem, access: int, dbias: bool = False) ->
 
     def make(kind, table):
         def of(tiling, logit_slots=0):
-            return kind(d, dv, *tiling, access, *_change(problem), *_logits(problem), logit_slots)
+            return kind(d, dv, *tiling, access, *_change(problem), *_logits(problem), logit_slots, problem.blocks)
 
         return _with_logits(of, (table[width],)) if reads(problem) else of(table[width])
 
     keys = make(HopperKeysSpec, HOPPER_KEYS | HOPPER_KEYS_LOGITS if reads(problem) else HOPPER_KEYS)
     queries = replace(make(HopperQueriesSpec, HOPPER_QUERIES), dbias=dbias)
     return (
-        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
-        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),
+        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys, problem.mods),
+        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries, problem.mods),
     )
 
 
@@ -508,24 +582,30 @@ def sink_gradient(before: Variant) -> Variant:
 
 
 @functools.lru_cache(maxsize=1024)
-def bias_gradient(problem: Problem, before: Variant, shape: tuple, access: int, shared_limit: int) -> Variant:
+def bias_gradient(
+    problem: Problem, before: Variant, shape: tuple, access: int, shared_limit: int, mods_at: int = 0
+) -> Variant:
     """Return the kernel of a dbias of `shape`, four axes, of what `before` left; `access` is that of the inputs."""
     d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
-    more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+    more = *_change(problem), *_logits(problem), problem.blocks, mods_at if problem.mods else 0
 
     def make(tiling):
         return BiasGradientSpec(d, dv, *tiling, True, before.spec.packed, access, *more)
 
-    spec = fitting(BIAS_GRADIENT, {}, make, max(d, dv), shared_limit)
+    spare = problem.blocks or problem.mods or problem.dropout and (problem.softcap is not None or problem.alibi)
+    spec = fitting(BIAS_GRADIENT, BIAS_GRADIENT_SPARE if spare else {}, make, max(d, dv), shared_limit)
     spec = replace(spec, summed=math.prod(bias_tiles(problem, spec, shape)[0]) > 1)
-    return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec)
+    return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec, problem.mods)
 
 
 @functools.lru_cache(maxsize=1024)
 def hopper_bias_gradient(problem: Problem, before: Variant, box_k: int) -> Variant | None:
-    """Return Hopper's kernel of dbias, None for wide heads; `box_k`: rows that the maps of k and v copy at once."""
+    """Return Hopper's kernel of dbias, None for wide heads and for options that it does not know.
+
+    `box_k`: rows that the maps of k and v copy at once.
+    """
     width = max(problem.head_dim, problem.head_dim_v)
-    if width > max(HOPPER_BIAS_GRADIENT):
+    if width > max(HOPPER_BIAS_GRADIENT) or problem.dropout or _mixes(problem):
         return None
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
     tiles_q, tiles_k = -(-problem.seqlen_q // 128), -(-problem.seqlen_k // 128)
@@ -550,6 +630,19 @@ def bias_tiles(problem: Problem, spec: BiasGradientSpec | HopperBiasGradientSpec
 def bias_sum(main: Variant) -> Variant:
     """Return the kernel that adds the parts of dbias."""
     return Variant("sm80/bias_gradient.cuh", "add_bias_gradients", main.dtype, BiasSumSpec(8, main.spec.bias))
+
+
+@functools.lru_cache(maxsize=1024)
+def mod_gradient(problem: Problem, before: Variant, access: int, mods_at: int, shared_limit: int) -> Variant:
+    """Return the kernel of dscore_mod, of what `before` left; `access` is that of the inputs."""
+    d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
+    more = *_change(problem), *_logits(problem), problem.blocks
+
+    def make(tiling):
+        return ModGradientSpec(d, dv, *tiling, access, mods_at, before.spec.packed, *more)
+
+    spec = fitting(MOD_GRADIENT, {}, make, max(d, dv), shared_limit)
+    return Variant("sm80/mod_gradient.cuh", "mod_gradient", problem.dtype, spec, problem.mods)
 
 
 def variants(capability: int) -> tuple[Variant, ...]:

@@ -103,6 +103,8 @@ class PyTorch(Home):
         self.dtypes = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
         self.torch_dtypes = {ours: theirs for theirs, ours in self.dtypes.items()}
         self.mask_dtypes = {torch.bool: np.dtype(bool)}
+        integers = {getattr(torch, name): np.dtype(name) for name in ("int32", "int64", "uint8")}
+        self.captured_dtypes = self.dtypes | self.mask_dtypes | integers
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self.streams = {}  # CuPy's, by the pointer
 
@@ -134,7 +136,9 @@ class PyTorch(Home):
                 f"{name} has layout {x.layout}, is_conj() {x.is_conj()} and is_neg() {x.is_neg()}; allowed: "
                 f"torch.strided, without conjugate or negative bit ({name}.resolve_conj().resolve_neg())"
             )
-        dtypes = self.mask_dtypes if name == "mask" else self.dtypes
+        dtypes = self.captured_dtypes if "." in name else self.dtypes
+        if name in ("mask", "blocks", "full"):
+            dtypes = self.mask_dtypes
         dtype = dtypes.get(x.dtype)
         if dtype is None:
             raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, dtypes))}")

@@ -17,6 +17,7 @@ import cupy
 import numpy as np
 
 from . import checks, choose, compiler, precise, tensor_map
+from .block_mask import Bitmaps, bitmaps_of
 from .problem import Problem
 from .spec import Variant
 from .structs import (
@@ -33,17 +34,21 @@ from .structs import (
     PRECISE_FORWARD_PARAMS,
     STATISTIC_TILE,
     fill,
+    fill_blocks,
     fill_dropout,
     fill_logits,
     fill_score,
     sizes,
     steps,
+    zeros,
 )
 
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
 L2_SHARE_SUMMED = 4 << 20  # the same for Hopper's main backward: 1 % faster than 24
 BIAS_BLOCKS = 4  # of the kernel of dbias, for each place on the GPU: with fewer tiles, blocks share them,
 BIAS_RUN = 16  # and with more, each computes up to so many, whose queries it reads once
+LARGE_MASK = 1 << 20  # elements of a head from which a mask is read once more, to skip the tiles that it hides
+NO_BLOCKS = Bitmaps(None, None)
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}
@@ -75,15 +80,17 @@ class Launch:
 
 
 class Rest(NamedTuple):
-    """What a backward reads and writes beside the arrays of rows: arrays, or None."""
+    """What a pass reads and writes beside the arrays with a head_dim: arrays, or None."""
 
     lse: object
-    dlse: object
     slopes: object
     sink: object
     bias: object
     mask: object
-    dbias: object
+    bitmaps: tuple  # of a block mask, queries by keys and keys by queries
+    captured: list = ()  # by functions of the user, then the sums of their gradients
+    dlse: object = None
+    dbias: object = None
 
 
 @dataclass(frozen=True)
@@ -98,15 +105,17 @@ class Plan:
     idle: list = field(default_factory=list)  # copies of the struct that no call uses, each with its argument list
 
     @classmethod
-    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=()) -> Plan:
-        slots = tuple(
-            params.dtype.fields[name][1] // 8
-            + (tensor_map.address_word() if params.dtype[name] in (MAP, LOGIT_MAP) else 0)
-            for name in names
-        )
+    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], mods, workspace=()) -> Plan:
+        slots = []
+        for name in names:
+            if name != "mods":
+                is_map = params.dtype[name] in (MAP, LOGIT_MAP)
+                slots.append(params.dtype.fields[name][1] // 8 + (tensor_map.address_word() if is_map else 0))
+            elif mods:
+                slots += [params.dtype.fields[name][1] // 8 + slot for slot in mods.slots]
         kernels = tuple(launch.kernel for launch in launches)
         calls = tuple(launch.call for launch in launches)
-        return cls(calls, kernels, params.view(np.uint64), slots, workspace)
+        return cls(calls, kernels, params.view(np.uint64), tuple(slots), workspace)
 
     def run(self, *pointers: int) -> None:
         # What CuPy does for any kernel and any arguments, in a fraction of the time.
@@ -127,22 +136,32 @@ class Plan:
         self.idle.append((words, arguments, address))
 
 
-def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None) -> None:
-    """Write ``out`` and, unless it is None, ``lse``. ``bias`` and ``mask`` have the shape of the logits."""
+def forward(
+    problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None, block_mask=None, given=None
+) -> None:
+    """Write ``out`` and, unless it is None, ``lse``.
+
+    ``bias`` and ``mask`` have the shape of the logits; `given` has the functions of the user.
+    """
     if problem.scale < 0 and q.itemsize == 2:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
-        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed, bias, mask)
+        problem = replace(problem, scale=-problem.scale)
+        return forward(problem, negated, k, v, out, lse, slopes, sink, seed, bias, mask, block_mask, given)
+    problem, bitmaps = _bitmaps(problem, mask, block_mask)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
     rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink)])
     logits = tuple([None if x is None else (x.data.ptr & 15, x.strides) for x in (bias, mask)])
     device = cupy.cuda.runtime.getDevice()
-    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, logits, out.itemsize)
+    captured = given.captured() if given else []
+    more = *map(_layout, captured), None if bitmaps is NO_BLOCKS else bitmaps[0].shape, out.itemsize
+    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, logits, more)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink, bias, mask))
-    plan.run(*pointers, seed, _pointer(bias), _pointer(mask))
+        rest = Rest(lse, slopes, sink, bias, mask, bitmaps, captured)
+        plan = _remember(key, _plan_forward(problem, (q, k, v, out), rest))
+    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask), *map(_word, captured))
 
 
 def backward(
@@ -165,29 +184,37 @@ def backward(
     bias=None,
     mask=None,
     dbias=None,
+    block_mask=None,
+    given=None,
+    gradients=None,
 ) -> None:
     """Write ``dq``, ``dk``, ``dv`` and, unless they are None, ``dsink`` and ``dbias``, which are contiguous.
 
-    ``dbias`` has four axes, of 1 where the bias was broadcast.
+    ``dbias`` has four axes, of 1 where the bias was broadcast; and the ``gradients`` of what the functions `given`
+    captured, in the order of ``Mods.tracked``.
     """
     arrays = (q, k, v, dout, out, dq, dk, dv)
+    problem, bitmaps = _bitmaps(problem, mask, block_mask)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
-    more = tuple([None if x is None else x.strides for x in (slopes, sink)])
+    captured = given.captured() if given else []
+    mod_sums = [cupy.zeros(x.shape, np.float32) for x in (gradients or {}).values()]
+    captured += mod_sums
+    more = tuple([None if x is None else x.strides for x in (slopes, sink)] + [*map(_layout, captured)])
     logits = tuple([None if x is None else (x.data.ptr & 15, x.strides) for x in (bias, mask)])
-    shape = None if dbias is None else dbias.shape
-    key = (problem, device, layouts, more, logits, shape, out.itemsize, deterministic)
+    shapes = tuple([None if x is None else x.shape for x in (dbias, *bitmaps)])
+    key = (problem, device, layouts, more, logits, shapes, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        rest = Rest(lse, dlse, slopes, sink, bias, mask, dbias)
+        rest = Rest(lse, slopes, sink, bias, mask, bitmaps, captured, dlse, dbias)
         plan = _remember(key, _plan_backward(problem, arrays, rest, deterministic))
     statistics, sum_size, turns, parts_size = plan.workspace
     delta = cupy.empty(statistics, checks.lse_dtype(problem.dtype))
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
     turn = cupy.zeros(turns, np.uint32) if turns else None
     parts = cupy.empty(parts_size, np.float32) if parts_size else None
-    keep_for_graph(delta, dq_sum, turn, parts)
+    keep_for_graph(delta, dq_sum, turn, parts, *mod_sums)
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
@@ -203,14 +230,43 @@ def backward(
         _pointer(mask),
         _pointer(dbias),
         _pointer(parts),
+        *map(_pointer, bitmaps),
+        *map(_word, captured),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
         _pointer(bias),
         _pointer(mask),
     )
+    for gradient, total in zip((gradients or {}).values(), mod_sums):
+        gradient[...] = total
+
+
+def _bitmaps(problem: Problem, mask, block_mask) -> tuple[Problem, tuple]:
+    """The tiles of queries by keys, and of keys by queries, that a block mask or a large mask shows.
+
+    Hopper's kernels skip nothing where they read a mask, and are faster than the portable ones that do, unless it hides
+    most: there only a block mask skips tiles.
+    """
+    if block_mask is not None:
+        return problem, block_mask.bitmaps_under_mask if problem.mask else block_mask.bitmaps
+    if mask is None or 0 in mask.strides[2:] or problem.seqlen_q * problem.seqlen_k < LARGE_MASK or _path() == "sm90":
+        return problem, NO_BLOCKS
+    own = mask[tuple([slice(None) if step else slice(1) for step in mask.strides])]
+    bitmaps = bitmaps_of(cupy, own)
+    keep_for_graph(*bitmaps)
+    return replace(problem, blocks=True), bitmaps
 
 
 def _pointer(x) -> int:
     return 0 if x is None else x.data.ptr
+
+
+def _word(x) -> int:
+    """Of a captured value."""
+    return x if isinstance(x, int) else x.data.ptr
+
+
+def _layout(x):
+    return None if isinstance(x, int) else (x.shape, x.strides)
 
 
 def keep_for_graph(*temporaries) -> None:
@@ -270,50 +326,51 @@ def _forward_sizes(problem: Problem, packed: int = 1):
     return sizes(problem, section)
 
 
-def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
-    device = cupy.cuda.runtime.getDevice()
-    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+def _path() -> str:
+    return choose.path(_capability(cupy.cuda.runtime.getDevice()), cupy.cuda.nvrtc.getVersion())
+
+
+def _plan_forward(problem: Problem, arrays: tuple, rest: Rest) -> Plan:
+    device, path = cupy.cuda.runtime.getDevice(), _path()
     if problem.dtype in precise.ITEM:
-        return _plan_precise_forward(device, problem, q, k, v, out, lse)
+        return _plan_precise_forward(device, problem, arrays, rest)
     plan = None
-    if path == "sm90":
-        plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
-    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
+    if path == "sm90" and not choose.forward_elsewhere(problem):
+        plan = _plan_hopper_forward(device, problem, arrays, rest)
+    return plan or _plan_portable_forward(device, problem, arrays, rest)
 
 
-def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
-    float32_out = out.dtype == np.float32
-    access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
+def _plan_portable_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
+    float32_out = arrays[3].dtype == np.float32
+    access = _access(problem, arrays[:3] if float32_out else arrays)
     variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
-    params = np.zeros(1, FORWARD_PARAMS)
+    params = zeros(FORWARD_PARAMS, problem.mods, rest.captured)
     params["sizes"] = _forward_sizes(problem)
-    for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
+    for name, x in zip(FORWARD_POINTERS, (*arrays, rest.lse)):
         fill(params, name, x)
-    fill_score(params, problem, slopes)
-    fill(params, "sink", sink)
-    fill_dropout(params, problem)
-    fill_logits(params, "bias", bias)
-    fill_logits(params, "mask", mask)
-    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
+    _fill_options(params, problem, rest)
+    fill_logits(params, "bias", rest.bias)
+    fill_logits(params, "mask", rest.mask)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS, problem.mods)
 
 
-def _plan_precise_forward(device: int, problem: Problem, q, k, v, out, lse) -> Plan:
+def _plan_precise_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
     compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
-    variant = precise.forward(problem, _access(problem, (q, k, v, out)), _shared_limit(device))
+    variant = precise.forward(problem, _access(problem, arrays), _shared_limit(device))
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
     params = np.zeros(1, PRECISE_FORWARD_PARAMS)
     params["sizes"] = _forward_sizes(problem)
     params["exact_scale"] = problem.scale
-    for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
+    for name, x in zip(FORWARD_POINTERS, (*arrays, rest.lse)):
         fill(params, name, x)
-    fill_score(params, problem, None)
-    fill_dropout(params, problem)
-    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
+    _fill_options(params, problem, rest)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS, None)
 
 
-def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan | None:
+def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
     """Return None where the copy engine does not read the layout of q, k, v, bias or mask."""
+    q, k, v, out = arrays
     if not all(map(tensor_map.possible, (q, k, v))):
         return None
     float32_out = out.dtype == np.float32
@@ -327,13 +384,13 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
     target = "out_map" if spec.staged else "out"
     if spec.staged:
         boxes["out_map"] = (out, queries, group)
-    params = np.zeros(1, HOPPER_FORWARD_PARAMS)
+    params = zeros(HOPPER_FORWARD_PARAMS, problem.mods, rest.captured)
     for name, (x, rows, heads) in boxes.items():
         words = tensor_map.encode(x, problem.dtype, rows, heads)
         if words is None:
             return None
         params[name] = words
-    if not _fill_logit_maps(params, problem, {"bias": bias, "mask": mask}, queries, group):
+    if not _fill_logit_maps(params, problem, {"bias": rest.bias, "mask": rest.mask}, queries, group):
         return None
     heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
     clusters = _attribute(device, "MultiProcessorCount") // spec.cluster
@@ -341,13 +398,11 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
     params["queries"] = queries
     params["sizes"] = _forward_sizes(problem, group)
     fill(params, "out", out)
-    fill(params, "lse", lse)
-    fill_score(params, problem, slopes)
-    fill(params, "sink", sink)
-    fill_dropout(params, problem)
+    fill(params, "lse", rest.lse)
+    _fill_options(params, problem, rest)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
-    names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "bias", "mask")
-    return Plan.of((launch,), params, names)
+    names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
+    return Plan.of((launch,), params, names, problem.mods)
 
 
 def _fill_logit_maps(params: np.ndarray, problem: Problem, arrays: dict, rows: int, heads: int = 1) -> bool:
@@ -383,13 +438,12 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
 
 
 def _plan_backward(problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan:
-    device = cupy.cuda.runtime.getDevice()
-    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+    device, path = cupy.cuda.runtime.getDevice(), _path()
     if problem.dtype in precise.ITEM:
         return _plan_precise_backward(device, problem, arrays, rest)
     plan = None
-    if path == "sm90" and not choose.drops_elsewhere(problem) and not choose.reads_elsewhere(problem):
-        if choose.split(problem):
+    if path == "sm90" and not choose.backward_elsewhere(problem):
+        if choose.split(problem, deterministic):
             plan = _plan_split_backward(device, problem, arrays, rest)
         else:
             plan = _plan_hopper_backward(device, problem, arrays, rest, deterministic)
@@ -402,7 +456,7 @@ def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, rest: 
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
-    params = np.zeros(1, BACKWARD_PARAMS)
+    params = zeros(BACKWARD_PARAMS, problem.mods, rest.captured)
     _fill_backward(params, problem, arrays, rest)
     params["sizes"] = sizes(problem, _backward_section(problem))
     before = choose.before_backward(main, out.dtype == np.float32, access)
@@ -413,10 +467,11 @@ def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, rest: 
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
         *of_bias,
+        *_launch_mod_gradient(device, params, problem, before, arrays),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
     workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns, parts_size)
-    return Plan.of(launches, params, BACKWARD_POINTERS, workspace)
+    return Plan.of(launches, params, BACKWARD_POINTERS, problem.mods, workspace)
 
 
 def _backward_section(problem: Problem, share: int = L2_SHARE) -> int:
@@ -462,7 +517,8 @@ def _launch_bias(
     main = choose.hopper_bias_gradient(problem, before, box_k) if box_k else None
     cluster = main.spec.cluster if main else 1
     if main is None:
-        main = choose.bias_gradient(problem, before, dbias.shape, _access(problem, arrays[:4]), _shared_limit(device))
+        access, mods_at = _access(problem, arrays[:4]), _mods_at(params)
+        main = choose.bias_gradient(problem, before, dbias.shape, access, _shared_limit(device), mods_at)
     spec = main.spec
     of_one, tiles = map(math.prod, choose.bias_tiles(problem, spec, dbias.shape))
     most = BIAS_BLOCKS * (_attribute(device, "MultiProcessorCount") // cluster) * spec.blocks_per_sm
@@ -478,6 +534,22 @@ def _launch_bias(
     return (*launches, Launch.of(choose.bias_sum(main), _blocks(-(-dbias.size // 32), 1))), parts * dbias.size
 
 
+def _launch_mod_gradient(
+    device: int, params: np.ndarray, problem: Problem, before: Variant, arrays: tuple
+) -> tuple[Launch, ...]:
+    """A block takes some queries of one head."""
+    if not (problem.mods and problem.mods.tracked):
+        return ()
+    access = _access(problem, arrays[:4])
+    variant = choose.mod_gradient(problem, before, access, _mods_at(params), _shared_limit(device))
+    tiles = -(-problem.seqlen_q // variant.spec.block_q)
+    return (Launch.of(variant, _blocks(problem.batch * problem.heads_q, tiles)),)
+
+
+def _mods_at(params: np.ndarray) -> int:
+    return params.dtype.fields["mods"][1] if "mods" in params.dtype.names else 0
+
+
 def _statistic_rows(problem: Problem) -> int:
     """Rows of a head whose lse and delta are packed."""
     return -(-problem.seqlen_q // STATISTIC_TILE) * STATISTIC_TILE
@@ -491,7 +563,7 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, rest: Re
     main = choose.hopper_backward(problem, _access(problem, (dq, dk, dv)), deterministic)
     before = choose.before_backward(main, out.dtype == np.float32, _access(problem, (copied[-1], out)))
     spec = main.spec
-    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    params = zeros(HOPPER_BACKWARD_PARAMS, problem.mods, rest.captured)
     rows = (spec.block_q, spec.block_k, spec.block_k, spec.block_q)
     logits = {"bias_map": rest.bias}
     if not _fill_maps(params, problem, copied, rows) or not _fill_logit_maps(params, problem, logits, spec.block_q):
@@ -513,11 +585,11 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, rest: Re
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
         *of_bias,
+        *_launch_mod_gradient(device, params, problem, before, arrays),
     )
-    sum_size = _dq_sum_size(problem, spec)
     turns = 1 + pairs_q * -(-problem.seqlen_q // 16) if deterministic else 0
-    workspace = (pairs_q * 2 * _statistic_rows(problem), sum_size, turns, parts_size)
-    return Plan.of(launches, params, HOPPER_POINTERS, workspace)
+    workspace = (pairs_q * 2 * _statistic_rows(problem), _dq_sum_size(problem, spec), turns, parts_size)
+    return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, workspace)
 
 
 def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[int, ...]) -> bool:
@@ -538,7 +610,7 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Res
     *copied, out, dq, dk, dv = arrays
     if not all(map(tensor_map.possible, copied)):
         return None
-    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    params = zeros(HOPPER_BACKWARD_PARAMS, problem.mods, rest.captured)
     logits = {"bias_map": rest.bias, "mask_map": rest.mask}
     if not _fill_maps(params, problem, copied, (64, 64, 64, 64)) or not _fill_logit_maps(params, problem, logits, 64):
         return None
@@ -563,8 +635,9 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Res
         Launch.of(queries, min(most, runs_q)),
         *_launch_sink(problem, before),
         *of_bias,
+        *_launch_mod_gradient(device, params, problem, before, arrays),
     )
-    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0, parts_size))
+    return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, (pairs_q * problem.seqlen_q, 0, 0, parts_size))
 
 
 def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
@@ -581,15 +654,21 @@ def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, rest: R
         Launch.of(keys, _blocks(pairs_k, -(-problem.seqlen_k // keys.spec.block_k))),
         Launch.of(queries, _blocks(pairs_q, -(-problem.seqlen_q // queries.spec.block_q))),
     )
-    return Plan.of(launches, params, BACKWARD_POINTERS, (pairs_q * problem.seqlen_q, 0, 0, 0))
+    return Plan.of(launches, params, BACKWARD_POINTERS, None, (pairs_q * problem.seqlen_q, 0, 0, 0))
 
 
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest) -> None:
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, rest.lse, rest.dlse)):
         fill(params, name, x)
+    _fill_options(params, problem, rest)
+    fill_logits(params, "bias", rest.bias)
+    fill_logits(params, "mask", rest.mask)
+    fill_blocks(params, "key_blocks", rest.bitmaps[1])
+    params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
+
+
+def _fill_options(params: np.ndarray, problem: Problem, rest: Rest) -> None:
     fill_score(params, problem, rest.slopes)
     fill(params, "sink", rest.sink)
     fill_dropout(params, problem)
-    fill_logits(params, "bias", rest.bias)
-    fill_logits(params, "mask", rest.mask)
-    params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
+    fill_blocks(params, "blocks", rest.bitmaps[0])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from .mods import Mods
+
 BIAS_TYPES = (None, "float16", "bfloat16", "float32")  # BiasType in kernels/any/logits.cuh
 
 
@@ -58,6 +60,7 @@ class ForwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    blocks: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -89,6 +92,7 @@ class HopperForwardSpec(Spec):
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
     logit_slots: int = 0
+    blocks: bool = False
 
     blocks_per_sm = 1
 
@@ -133,6 +137,7 @@ class BackwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    blocks: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -160,6 +165,7 @@ class HopperBackwardSpec(Spec):
     alibi: bool = False
     bias: int = 0  # of BIAS_TYPES
     logit_slots: int = 0
+    blocks: bool = False
 
     blocks_per_sm = 1
 
@@ -196,6 +202,7 @@ class HopperKeysSpec(Spec):
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
     logit_slots: int = 0
+    blocks: bool = False
 
     blocks_per_sm, threads, block_k = 1, 384, 64
 
@@ -224,6 +231,7 @@ class HopperQueriesSpec(Spec):
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
     logit_slots: int = 0
+    blocks: bool = False
     dbias: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128
@@ -316,6 +324,35 @@ class PreciseDeltaSpec(Spec):
 
 
 @dataclass(frozen=True)
+class ModGradientSpec(Spec):
+    """Of the kernel that computes dscore_mod."""
+
+    head_dim: int
+    head_dim_v: int
+    block_k: int
+    warps: int
+    access: int
+    mods_at: int
+    packed: bool
+    softcap: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    blocks: bool = False
+
+    blocks_per_sm = 1
+
+    @property
+    def block_q(self) -> int:
+        return 16 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * (self.block_q + self.block_k) * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True)
 class SinkSpec(Spec):
     """Of the kernel that computes dsink."""
 
@@ -342,6 +379,8 @@ class BiasGradientSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    blocks: bool = False
+    mods_at: int = 0
 
     @property
     def shared_bytes(self) -> int:
@@ -433,8 +472,10 @@ class Variant:
     template: str  # "forward"
     dtype: str  # "float16", ...
     spec: Spec
+    mods: Mods | None = None  # functions of the user
 
     @property
     def expression(self) -> str:
         """The C++ expression that names the instantiation."""
-        return f"cupyflash::{self.template}<cupyflash::{self.dtype}, {self.spec.cpp()}>"
+        mods = ", cupyflash::mod::UserMods" if self.mods else ""
+        return f"cupyflash::{self.template}<cupyflash::{self.dtype}, {self.spec.cpp()}{mods}>"

@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from . import tensor_map
+from .mods import Mods
 from .problem import Problem
 
 ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
@@ -22,11 +23,12 @@ LOGIT_ARRAY = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "
 BIAS_GRADIENT = np.dtype(
     [("data", "u8"), *((n, "i4") for n in ("batches", "heads", "rows", "cols", "chunks", "run", "parts"))], align=True
 )
+BLOCKS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "words"))], align=True)
 DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4")])
 FORWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY)]
     + [("sizes", SIZES), ("score", SCORE), ("sink", SINK), ("dropout", DROPOUT)]
-    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY)],
+    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY), ("blocks", BLOCKS)],
     align=True,
 )
 BACKWARD_PARAMS = np.dtype(
@@ -44,6 +46,8 @@ BACKWARD_PARAMS = np.dtype(
         ("mask", LOGIT_ARRAY),
         ("dbias", BIAS_GRADIENT),
         ("dbias_parts", "u8"),
+        ("blocks", BLOCKS),
+        ("key_blocks", BLOCKS),
     ],
     align=True,
 )
@@ -68,10 +72,10 @@ LOGIT_MAP = np.dtype(
 _names = ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score", "sink", "dropout"]
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": [*_names, "bias", "mask"],
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT]
+        "names": [*_names, "blocks", "bias", "mask"],
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT, BLOCKS]
         + [LOGIT_MAP, LOGIT_MAP],
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704, 768, 960],
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704, 720, 768, 960],
         "itemsize": 1152,
     }
 )
@@ -90,14 +94,38 @@ HOPPER_BACKWARD_PARAMS = np.dtype(
         "itemsize": _maps + 960,
     }
 )
-# And the seed, in the place of one.
-FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "bias", "mask")
-BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"),)
+# And the seed, in the place of one; "mods": as many as there are values that functions of the user captured.
+FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
+BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"), "mods")
 HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map", "bias_map", "mask_map")
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 LARGEST = float(np.finfo(np.float32).max)
 STATISTIC_TILE = 128  # kStatisticTile
+
+
+def zeros(dtype: np.dtype, mods: Mods | None, captured) -> np.ndarray:
+    """A struct, followed by the strides of what is `captured`, whose words are written for each call."""
+    if mods is None:
+        return np.zeros(1, dtype)
+    params = np.zeros(1, modified(dtype, mods.words))
+    halves = params["mods"].view(np.int32)[0]
+    for slot, x in zip(mods.slots, captured, strict=True):
+        if not isinstance(x, int):
+            strides = [stride // x.itemsize if n > 1 else 0 for stride, n in zip(x.strides, x.shape)]
+            halves[2 * slot + 2 : 2 * slot + 2 + len(strides)] = strides
+    return params
+
+
+def modified(dtype: np.dtype, count: int) -> np.dtype:
+    """`dtype` with the field ``mods`` of so many words behind it: Modified of ``kernels/any/mods.cuh``."""
+    start = -(-dtype.itemsize // 64) * 64
+    formats = [*(dtype[name] for name in dtype.names), np.dtype(("u8", count))]
+    offsets = [*(dtype.fields[name][1] for name in dtype.names), start]
+    names = [*dtype.names, "mods"]
+    return np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": start + -(-8 * count // 64) * 64}
+    )
 
 
 def steps(x) -> tuple[int, ...]:
@@ -117,6 +145,13 @@ def fill_logits(params: np.ndarray, name: str, x) -> None:
     """Write the strides of ``x``, unless it is None, that has been broadcast to the shape of the logits."""
     if x is not None:
         params[0][name] = (0, *(stride // x.itemsize if n > 1 else 0 for stride, n in zip(x.strides, x.shape)))
+
+
+def fill_blocks(params: np.ndarray, name: str, bitmaps) -> None:
+    """Write the field ``name`` for one of the arrays of a `BlockMask`, unless it is None."""
+    if bitmaps is not None:
+        batch, heads, rows, _, words = bitmaps.shape
+        params[0][name] = (0, heads * rows if batch > 1 else 0, rows if heads > 1 else 0, words)
 
 
 def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:

@@ -50,10 +50,6 @@ backend1 = backend_fixture(
     "backend1", "Every backend once, for what does not depend on the dtype.", "numpy-float32", "cuda-bfloat16"
 )
 backend_bfloat16 = backend_fixture("backend_bfloat16", "Every backend in bfloat16.", "numpy-bfloat16", "cuda-bfloat16")
-# For options, each of which is one more kernel to compile: the GPU's paths in one dtype each.
-_OPTION_16 = ("numpy-float16", "numpy-bfloat16", "sm80-float16", "sm90-bfloat16")
-option_backend = backend_fixture("option_backend", "Of `backend`.", *_OPTION_16, "numpy-float32", "numpy-float64")
-option_backend16 = backend_fixture("option_backend16", "Of `backend16`.", *_OPTION_16)
 cuda = backend_fixture("cuda", "The GPU.", "cuda-bfloat16")
 precise = backend_fixture("precise", "The GPU in float32 and float64.", "cuda-float32", "cuda-float64")
 

@@ -42,6 +42,7 @@ CHANGES = ({"softcap": 2.0}, {"slope": 0.1, "causal": True}, {"softcap": 2.0, "s
 LOGITS = ({"bias": (1, 1, 1, 1)}, {"bias": (0, 1, 0, 1), "mask": (1, 0, 1, 1)}, {"bias": (0, 0, 1, 0), "softcap": 2.0})
 OPTIONS = (*MASKS, *CHANGES, *LOGITS)  # slope: of ALiBi; bias, mask: axes along which they are not broadcast
 SINKS = (False, True)
+BLOCKS = (None, 0.4)  # of a block mask: those that are shown
 PRECISE_OPTIONS = ({}, {"causal": True}, {"window": (40, 9)})  # of float32 and float64
 
 PLANTED = r"""
@@ -63,8 +64,25 @@ def normal(seed, *shape, dtype=np.float16):
 
 
 def call(
-    seqlen_q, seqlen_k, heads_q, heads_k, head_dim, head_dim_v, with_sink, slope=None, dtype=np.float16, **options
+    seqlen_q,
+    seqlen_k,
+    heads_q,
+    heads_k,
+    head_dim,
+    head_dim_v,
+    with_sink,
+    shown,
+    slope=None,
+    dtype=np.float16,
+    **options,
 ):
+    if shown is not None:
+        blocks = np.random.default_rng(5).random((2, heads_q, -(-seqlen_q // 128), -(-seqlen_k // 128))) < shown
+        given = {"blocks": blocks, "full": blocks[:1, :, ::-1], "mask": np.tri(seqlen_q, seqlen_k, dtype=bool)}
+        in_part = with_sink and "mask" not in options
+        options["block_mask"] = cupyflash.BlockMask(
+            **{name: cupy.asarray(x) for name, x in given.items() if in_part or name == "blocks"}
+        )
     if slope is not None:
         options["alibi_slopes"] = cupy.full((2, heads_q), slope, np.float32)
     widths = (seqlen_q, heads_q, head_dim), (seqlen_q, heads_q, head_dim_v), (seqlen_k, heads_k, head_dim)
@@ -94,14 +112,15 @@ def main():
             module.get_function(name)((1,), (64,), (x, np.int32(x.size)))
             cupy.cuda.Device().synchronize()
         return
-    cases = [(path, *x, np.float16) for path in options.paths for x in product(SHAPES, OPTIONS, SINKS)]
-    wide = product(options.paths[:1], SHAPES, PRECISE_OPTIONS, (False,), (np.float32, np.float64))  # no path but one
+    cases = [(path, *x, np.float16) for path in options.paths for x in product(SHAPES, OPTIONS, SINKS, BLOCKS)]
+    one_path, wide = options.paths[:1], (np.float32, np.float64)
+    wide = product(one_path, SHAPES, PRECISE_OPTIONS, (False,), (None,), wide)
     cases, (part, parts) = [*cases, *wide], options.part
     cases = cases[len(cases) * (part - 1) // parts : len(cases) * part // parts]
-    for path, shape, case, with_sink, dtype in cases:
+    for path, shape, case, with_sink, shown, dtype in cases:
         os.environ["CUPYFLASH_PATH"] = path
         launch._plans.clear()
-        call(*shape, with_sink, dtype=dtype, **case)
+        call(*shape, with_sink, shown, dtype=dtype, **case)
     print(f"{len(cases)} calls")
 
 

@@ -267,6 +267,31 @@ def test_which_tiles_of_keys_begin_elsewhere():
     assert choose.rotated(full, True, 132, 132) and not choose.rotated(full, True, 133, 132)
 
 
+@pytest.mark.parametrize("d, dv", list(product((1, 64, 72, 96, 128, 192, 256), repeat=2)))
+def test_block_masks(d, dv):
+    """The tiles of every kernel lie within those of 128 x 128 that have bits, and its rows are those of one head."""
+    for options in ({}, {"dropout": 0.5}, {"softcap": 1.0}, {"softcap": 1.0, "alibi": True}, {"mask": True}):
+        for mask, (right, seqlen_k) in MASKS.items():
+            grouped = {"heads_q": 8, "right": right, "seqlen_k": seqlen_k, "blocks": True}
+            one = replace(problem(d, dv), **grouped, **options)
+            specs = [choose.forward(one, 16, False, HOPPER_LIMIT).spec]
+            specs += [choose.backward(one, 16, x, HOPPER_LIMIT).spec for x in (False, True)]
+            if not one.mask:
+                specs.append(choose.hopper_forward(one, 16, False).spec)
+                assert is_valid(specs[-1]) and not specs[-1].packed
+            for deterministic in (False, True):
+                if one.mask or choose.backward_elsewhere(one):
+                    continue
+                if choose.split(one, deterministic):
+                    specs += [variant.spec for variant in choose.hopper_split_backward(one, 16)]
+                else:
+                    specs.append(choose.hopper_backward(one, 16, deterministic).spec)
+                    assert not deterministic and not choose.rotated(one, deterministic, 1, 132)
+            for spec in specs:
+                assert spec.blocks and fits(spec, HOPPER_LIMIT)
+                assert all(128 % getattr(spec, name, 64) == 0 for name in ("block_q", "block_k")), (mask, spec)
+
+
 def test_split_backward():
     for seqlen_k, least in ((512, 65), (513, 129), (1 << 20, 129)):
         taken = [choose.split(replace(problem(d), seqlen_k=seqlen_k)) for d in range(1, 257)]
@@ -292,8 +317,8 @@ def test_bias_and_mask_on_hopper(bias, mask):
     for d, dv, seqlen_k in product(dims, dims, (512, 513)):
         one = replace(problem(d, dv), seqlen_k=seqlen_k, bias=bias, mask=mask)
         mains = [choose.hopper_forward(one, 16, False), choose.hopper_forward(one, 2, True)]
-        assert choose.reads_elsewhere(one) == (max(d, dv) > (128 if (bias, mask) == ("float32", True) else 192))
-        if not choose.reads_elsewhere(one):
+        assert choose.backward_elsewhere(one) == (max(d, dv) > (128 if (bias, mask) == ("float32", True) else 192))
+        if not choose.backward_elsewhere(one):
             single = 64 < max(d, dv) <= 128 and seqlen_k > 512 and not mask
             assert choose.split(one) != single
             backwards = (choose.hopper_backward(one, 16, False),) if single else choose.hopper_split_backward(one, 16)
@@ -303,9 +328,9 @@ def test_bias_and_mask_on_hopper(bias, mask):
             assert (BIAS_TYPES[spec.bias], getattr(spec, "mask", False)) == (bias, mask)
             assert spec.logit_slots in (1, 2)
             assert getattr(spec, "teams", 1) == 1, "a warp is left to copy them"
-    assert not any(choose.reads_elsewhere(problem(d)) for d in dims)
+    assert not any(choose.backward_elsewhere(problem(d)) for d in dims)
     dropped = replace(problem(64), dropout=0.5)
-    assert choose.reads_elsewhere(replace(dropped, bias=bias, mask=mask)) and not choose.reads_elsewhere(dropped)
+    assert choose.backward_elsewhere(replace(dropped, bias=bias, mask=mask)) and not choose.backward_elsewhere(dropped)
 
 
 @pytest.mark.parametrize("bias, mask", [*product(BIAS_TYPES[1:], (False, True))])
@@ -326,7 +351,8 @@ def test_dbias_on_hopper(bias, mask):
             logits = 128 * 128 * ((4 if bias == "float32" else 2) + mask)
             slot = 2 * 128 * 2 * max(spec.head_dim, spec.head_dim_v)
             assert spec.shared_bytes == 1024 + spec.slots * slot + spec.logit_slots * logits
-    assert choose.hopper_bias_gradient(replace(one, head_dim_v=129), before, 64) is None
+    unknown = {"head_dim_v": 129}, {"dropout": 0.5}, {"blocks": True}, {"mods": object()}
+    assert not any(choose.hopper_bias_gradient(replace(one, **more), before, 64) for more in unknown)
 
 
 def test_dbias_beside_dq():

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,6 +28,7 @@ TOP_HEADERS = (
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
     "sm90/bias_gradient.cuh",
     *("precise/forward.cuh", "precise/backward.cuh"),
+    "sm80/mod_gradient.cuh",
 )
 LIMIT = 232448
 
@@ -113,10 +113,10 @@ def test_header(header):
 
 
 def test_top_headers():
-    """They are what the tables hold, on any GPU, and what a bias needs."""
+    """They are what the tables hold, on any GPU, and what a bias and a function of the user need."""
     variants = [variant for capability in choose.SHARED_LIMIT for variant in choose.variants(capability)]
-    of_bias = {bias_gradient(64).header, hopper_bias_gradient(64).header}
-    assert {variant.header for variant in variants} == set(TOP_HEADERS) - of_bias
+    more = {bias_gradient(64).header, hopper_bias_gradient(64).header, "sm80/mod_gradient.cuh"}
+    assert {variant.header for variant in variants} == set(TOP_HEADERS) - more
 
 
 def test_no_other_files():
@@ -245,6 +245,7 @@ NESTED = {
     structs.LOGIT_ARRAY: "cupyflash::LogitArray",
     structs.BIAS_GRADIENT: "cupyflash::BiasGradient",
     structs.LOGIT_MAP: "cupyflash::LogitMap",
+    structs.BLOCKS: "cupyflash::BlockMask",
 }
 
 
@@ -261,6 +262,7 @@ def test_struct_twins():
         "LogitArray": structs.LOGIT_ARRAY,
         "BiasGradient": structs.BIAS_GRADIENT,
         "LogitMap": structs.LOGIT_MAP,
+        "BlockMask": structs.BLOCKS,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
@@ -336,6 +338,7 @@ SPECS = (
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
     *(spec.BiasGradientSpec, spec.HopperBiasGradientSpec, spec.BiasSumSpec),
     *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
+    spec.ModGradientSpec,
 )
 
 
@@ -498,13 +501,24 @@ def some_variants(capability):
     ]
 
 
+def compiled(variants, arch):
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda variant: compiler.compile_offline(variant, arch), dict.fromkeys(variants)))
+
+
+def assert_fits(variants, arch):
+    """They spill no registers, and on Hopper nothing waits after each product."""
+    reports = compiled(variants, arch)
+    for report in reports:
+        assert report.spill_bytes == 0 and not report.remarks, f"{report.variant.expression} for {arch}"
+    return reports
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
 def test_variants_compile_without_spills(arch):
     capability = int(arch[3:])
-    with ThreadPoolExecutor(2) as pool:
-        reports = list(pool.map(lambda v: compiler.compile_offline(v, arch), some_variants(capability)))
-    for report in reports:
+    for report in compiled(some_variants(capability), arch):
         variant, found = report.variant, instructions(report.cubin)
         about = f"{variant.expression} for {arch}"
         assert report.arch == ("sm_90a" if variant.header.startswith("sm90/") else arch)
@@ -540,11 +554,9 @@ def test_precise_kernels_fit(arch, dtype, precision, head_dims):
         problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v, 1.0, precision=precision)
         access = 16 if head_dim == head_dim_v else 8
         variants += [precise.forward(problem, access, limit), *precise.backward(problem, access, limit)[1:]]
-    with ThreadPoolExecutor(2) as pool:
-        reports = list(pool.map(lambda variant: compiler.compile_offline(variant, arch), variants))
-    for variant, report in zip(variants, reports):
-        about, spec = f"{variant.expression} for {arch}", variant.spec
-        assert report.spill_bytes == 0, f"{about} spills {report.spill_bytes} bytes"
+    for report in assert_fits(variants, arch):
+        variant, spec = report.variant, report.variant.spec
+        about = f"{variant.expression} for {arch}"
         registers = report.registers * spec.threads * spec.blocks_per_sm
         assert registers <= 65536, f"{about} does not fit the register file"
         found, opcode = instructions(report.cubin)[0], DMMA if dtype == "float64" else HMMA
@@ -556,87 +568,79 @@ def test_precise_kernels_fit(arch, dtype, precision, head_dims):
 def test_a_changed_score_fits_on_hopper(change):
     """The kernels with the fewest registers left."""
     narrow = {"dtype": "bfloat16", "access": 2}
-    for variant in (
+    variants = (
         *(hopper_forward(64, float32_out=True), hopper_forward(128)),
         *(hopper_backward(d, deterministic=deterministic) for d in (64, 128) for deterministic in (False, True)),
         *(hopper_backward(64, **narrow), hopper_backward(128, deterministic=True, **narrow)),
         *split_backward(256),
         *split_backward(256, **narrow),
-    ):
-        spec = dataclasses.replace(variant.spec, **change)
-        report = compiler.compile_offline(dataclasses.replace(variant, spec=spec), "sm_90")
-        assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
+    )
+    assert_fits([dataclasses.replace(v, spec=dataclasses.replace(v.spec, **change)) for v in variants], "sm_90")
+
+
+SOME_DIMS = (64, 128, 256)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", choose.FORWARD)
+@pytest.mark.parametrize("head_dim", SOME_DIMS)
 def test_bias_and_mask_fit(head_dim):
     """The portable kernels, which read them element by element."""
-    for more in (
-        {"bias": "float16", "mask": True},
-        {"bias": "bfloat16", "mask": True, "alibi": True},
-        {"bias": "float32", "mask": True, "softcap": 2.0, "alibi": True, "dropout": 0.5},
-        {"mask": True},
-    ):
+    variants = []
+    for more in ({"bias": "float32", "mask": True, "softcap": 2.0, "alibi": True, "dropout": 0.5}, {"mask": True}):
         problem = Problem("float16", 1, 1, 1, 1, 1, head_dim, head_dim, 1.0, **more)
-        for access in (16, 2):
-            variant = choose.forward(problem, access, False, choose.SHARED_LIMIT[80], 80)
+        variants += [choose.forward(problem, access, False, choose.SHARED_LIMIT[80], 80) for access in (16, 2)]
+        for access, deterministic in ((16, True), (2, False)):
+            variants.append(choose.backward(problem, access, deterministic, choose.SHARED_LIMIT[80], 80))
+        for variant in variants[-4:]:
             assert (variant.spec.bias, variant.spec.mask) == (spec.BIAS_TYPES.index(more.get("bias")), True)
-            assert compiler.compile_offline(variant, "sm_80").spill_bytes == 0, variant.expression
-        for access, deterministic in ((16, False), (16, True), (2, False)):
-            variant = choose.backward(problem, access, deterministic, choose.SHARED_LIMIT[80], 80)
-            assert (variant.spec.bias, variant.spec.mask) == (spec.BIAS_TYPES.index(more.get("bias")), True)
-            assert compiler.compile_offline(variant, "sm_80").spill_bytes == 0, variant.expression
+    assert_fits(variants, "sm_80")
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", choose.BIAS_GRADIENT)
-def test_dbias_fits(head_dim):
+@pytest.mark.parametrize("head_dim", SOME_DIMS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_dbias_fits(arch, head_dim):
     """Of one tile of scores or of several, whatever else the scores have."""
-    for shape, more in product(((2, 4, 300, 300), (1, 4, 300, 300)), ({}, EVERY_OPTION)):
-        for arch, packed in (("sm_80", False), ("sm_90", 64 < head_dim <= 128)):  # where Hopper has one kernel
-            limit = choose.SHARED_LIMIT[int(arch[3:])]
-            variant = bias_gradient(head_dim, bias="float16", shape=shape, packed=packed, limit=limit, **more)
-            assert compiler.compile_offline(variant, arch).spill_bytes == 0, variant.expression
+    packed = arch == "sm_90" and 64 < head_dim <= 128  # where Hopper has one kernel
+    how = {"bias": "float16", "packed": packed, "limit": choose.SHARED_LIMIT[int(arch[3:])], **EVERY_OPTION}
+    assert_fits([bias_gradient(head_dim, shape=shape, **how) for shape in ((2, 4, 300, 300), (1, 4, 300, 300))], arch)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", choose.HOPPER_BIAS_GRADIENT)
+@pytest.mark.parametrize("head_dim", (64, 128, 192))
 def test_dbias_fits_on_hopper(head_dim):
     """In a kernel of its own, and beside dq; with what takes the most registers beside it."""
-    both = {"softcap": 2.0, "alibi": True}
-    for bias, more in product(("bfloat16", "float32"), ({"mask": True}, {"mask": True, **both})):
-        variants = [hopper_bias_gradient(head_dim, dtype="bfloat16", bias=bias, **more)]
-        if "softcap" not in more:
-            problem = Problem("bfloat16", 1, 300, 300, 2, 2, head_dim, head_dim, 1.0, bias=bias, alibi=True, **more)
-            variants += [choose.hopper_split_backward(problem, access, True)[1] for access in (16, 2)]
-        for variant in variants:
-            report = compiler.compile_offline(variant, "sm_90")
-            assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
+    for bias in ("bfloat16", "float32"):
+        problem = Problem("bfloat16", 1, 300, 300, 2, 2, head_dim, head_dim, 1.0, bias=bias, alibi=True,
+                          mask=head_dim <= 128)  # fmt: skip
+        assert choose.stores_dbias(problem, (1, 2, 300, 300))
+        variants = [choose.hopper_split_backward(problem, access, True)[1] for access in (16, 2)]
+        if head_dim in choose.HOPPER_BIAS_GRADIENT:
+            for more in ({}, {"softcap": 2.0, "alibi": True}):
+                variants.append(hopper_bias_gradient(head_dim, dtype="bfloat16", bias=bias, mask=True, **more))
+        assert_fits(variants, "sm_90")
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", choose.FORWARD)
+@pytest.mark.parametrize("head_dim", SOME_DIMS)
 def test_bias_and_mask_fit_on_hopper(head_dim):
     """With what takes the most registers beside them."""
     plain = Problem("bfloat16", 1, 4096, 4096, 2, 2, head_dim, head_dim, 1.0)
     both = {"softcap": 2.0, "alibi": True}
     packed = dataclasses.replace(plain, bias="float32", mask=True, heads_q=6, seqlen_q=3, **both)
     variants = [choose.hopper_forward(packed, 16, False)]
-    for more in ({"bias": "bfloat16"}, {"mask": True, **both}, {"bias": "float16", "mask": True, **both}):
+    for more in ({"bias": "bfloat16"}, {"bias": "float16", "mask": True, **both}):
         problem = dataclasses.replace(plain, **more)
         variants.append(choose.hopper_forward(problem, 16, "softcap" in more))
-        if choose.reads_elsewhere(problem):
+        if choose.backward_elsewhere(problem):
             continue
         if choose.split(problem):
             variants += choose.hopper_split_backward(problem, 2 if "softcap" in more else 16)
         else:
             variants.append(choose.hopper_backward(problem, 16, "softcap" in more))
-    for variant in variants:
-        report = compiler.compile_offline(variant, "sm_90")
-        assert report.spill_bytes == 0 and not report.remarks, variant.expression
+    for report in assert_fits(variants, "sm_90"):
         found = instructions(report.cubin)[0]
-        assert tuple(found[opcode] for opcode in HGMMA) == group_products(variant), variant.expression
+        assert tuple(found[opcode] for opcode in HGMMA) == group_products(report.variant), report.variant.expression
 
 
 @needs_nvrtc

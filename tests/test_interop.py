@@ -277,7 +277,7 @@ def test_no_copy(name, monkeypatch):
     out = cupyflash.attention(*[from_numpy(name, x) for x in args[1:]])
     for x, view in zip((*args[1:], to_numpy(out)), seen, strict=False):
         assert x.__array_interface__["data"][0] == view.__array_interface__["data"][0]
-    assert seen[4:] == [None, None, None, 0, None, None]  # lse, slopes, sink, seed, bias, mask
+    assert seen[4:] == [None] * 3 + [0] + [None] * 4  # lse, slopes, sink, seed, bias, mask, blocks, functions
 
 
 def test_jax_without_copy(monkeypatch):
@@ -550,7 +550,7 @@ def test_cupy_call(current_device, monkeypatch, device):
     del current_device[1:]
     for _ in range(2):
         assert cupyflash.attention(q, cupy_array(scattered, device), v, out=dout) is dout
-        problem, *views, lse, _, seed, _, _, depth = calls.pop()
+        problem, *views, lse, _, seed, _, _, _, _, depth = calls.pop()
         assert (
             views[0] is q and views[1][0] == "copy" and views[2] is v and views[3] is dout and lse is None and seed == 0
         )

@@ -80,8 +80,24 @@ STRUCTS = {
     ),
     "precise/forward.cuh": structs.PRECISE_FORWARD_PARAMS,
     "precise/backward.cuh": structs.PRECISE_BACKWARD_PARAMS,
+    "sm80/mod_gradient.cuh": structs.BACKWARD_PARAMS,
 }
 MULTIPROCESSORS, STREAM = 132, 77
+
+
+def struct_of(variant):
+    """What the kernel reads, its functions of the user included, where it looks for them."""
+    dtype = STRUCTS[variant.header]
+    if variant.mods is None:
+        return dtype
+    whole = structs.modified(dtype, variant.mods.words)
+    if variant.template not in ("bias_gradient", "mod_gradient"):
+        return whole
+    offsets = [whole.fields[name][1] for name in dtype.names] + [variant.spec.mods_at]
+    formats = [whole[name] for name in whole.names]
+    return np.dtype({"names": whole.names, "formats": formats, "offsets": offsets})
+
+
 ADDRESS_WORD = 12  # of a map, behind its other arguments
 
 
@@ -112,6 +128,7 @@ class Gpu:
             ndarray=array,
             broadcast_to=partial(np.broadcast_to, subok=True),
             ascontiguousarray=self.copy,
+            **{name: getattr(np, name) for name in ("arange", "moveaxis", "stack")},
             cuda=SimpleNamespace(
                 Device={self.capability: device}.__getitem__,
                 get_current_stream=lambda: stream,
@@ -149,7 +166,7 @@ class Gpu:
 
     def launch(self, cooperative, variant, blocks, y, z, threads, thread_y, thread_z, shared_bytes, stream, arguments):
         assert y == z == thread_y == thread_z == 1 and stream == STREAM
-        dtype = STRUCTS[variant.header]
+        dtype = struct_of(variant)
         address = ctypes.c_uint64.from_address(arguments).value
         params = np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0]
         self.launched.append(Launched(variant, blocks, threads, shared_bytes, cooperative, params))
@@ -229,6 +246,13 @@ OPTIONS = {
     "bias of keys": {"bias": (1, 0, 0, 1), "mask": (0, 0, 1, 0), "causal": True},
     "bias of queries": {"bias": (0, 0, 1, 0), "alibi_slopes": True},
     "bias of pairs": {"bias": (0, 1, 1, 1)},
+    "blocks": {"blocks": "whole"},
+    "blocks and mask": {"blocks": "whole", "mask": (1, 0, 1, 1), "causal": True},
+    "blocks in part": {"blocks": "in part"},
+    "blocks and all": {"blocks": "whole", "causal": True, "softcap": 5.0, "alibi_slopes": True, "dropout": 0.5},
+    "blocks and softcap": {"blocks": "whole", "softcap": 5.0},
+    "blocks and bias": {"blocks": "whole", "bias": (1, 0, 1, 1)},
+    "blocks in part and bias": {"blocks": "in part", "bias": (0, 1, 1, 0), "causal": True},
 }
 BY_HEAD = ("alibi_slopes", "sink")
 OF_LOGITS = ("bias", "mask")  # axes along which they are not broadcast
@@ -245,6 +269,7 @@ class Call:
     arrays: dict
     launched: list
     main: tuple[str, ...]  # kernels of the pass, without those around them
+    block_mask: object = None
     deterministic: bool = False
 
 
@@ -266,13 +291,34 @@ def prepared(shape, options, names, float32_out, layouts):
     names += tuple(name for name in ARRAYS if name in options)
     arrays = {name: layouts.get(name, array)(shapes[name], dtypes[name]) for name in names}
     keywords = options | {name: arrays[name] for name in ARRAYS if name in options}
+    given = {name: options.get(name) for name in ("score_mod", "mask_mod")}
+    captured = {name: x for mod in given.values() if mod is not None for name, x in mod.arrays.items()}
+    if "blocks" in options:
+        keywords["block_mask"] = block_mask(shape, keywords.pop("blocks"))
     if "dropout" in options:
         keywords["seed"] = next(SEEDS)
-    words = {"causal": False, "window": None, "scale": None} | {n: x for n, x in options.items() if n not in ARRAYS}
-    problem = checks.forward(
-        True, checks.options(**words), **{name: arrays[name] for name in ("q", "k", "v", *ARRAYS) if name in arrays}
-    )
+    words = {"causal": False, "window": None, "scale": None, "mods": checks.mods(**given, backward="lse" in names)}
+    words |= {name: x for name, x in options.items() if name not in (*ARRAYS, "blocks", *given)}
+    words["block_mask"] = keywords["block_mask"].layout if "blocks" in options else None
+    passed = {name: arrays[name] for name in ("q", "k", "v", *ARRAYS) if name in arrays} | captured
+    problem = checks.forward(True, checks.options(**words), **passed)
+    if problem.mask and "mask" not in arrays:
+        arrays["mask"] = keywords["block_mask"].mask
     return problem, arrays, keywords
+
+
+def block_mask(shape, kind):
+    """One that differs by head or, in part, by batch."""
+    size = (128, 256) if kind == "whole" else (256, 128)
+    heads = (1, shape.heads_q) if kind == "whole" else (shape.batch, 1)
+    blocks = array((*heads, tiles(shape.seqlen_q, size[0]), tiles(shape.seqlen_k, size[1])), bool)
+    rng = np.random.default_rng(0)
+    blocks[...] = rng.random(blocks.shape) < 0.6
+    if kind == "whole":
+        return cupyflash.BlockMask(blocks, size)
+    full = array(blocks.shape, bool)
+    full[...] = rng.random(blocks.shape) < 0.5
+    return cupyflash.BlockMask(blocks, size, full, array((shape.heads_q, shape.seqlen_q, shape.seqlen_k), bool))
 
 
 def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
@@ -282,10 +328,11 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     got = cupyflash.attention(*(arrays[name] for name in "qkv"), out=arrays["out"], return_lse=lse, **keywords)
     if lse:
         arrays["lse"] = got[1]
-    on_hopper = gpu.path == "sm90" and not gpu.refuses and copyable(*(arrays[name] for name in "qkv"))
+    on_hopper = gpu.path == "sm90" and not gpu.refuses and not choose.forward_elsewhere(problem)
+    on_hopper = on_hopper and copyable(*(arrays[name] for name in "qkv"))
     on_hopper = on_hopper and all(map(readable, of_logits(problem, arrays).values()))
     main = ("precise_forward" if shape.dtype in precise.ITEM else "hopper_forward" if on_hopper else "forward",)
-    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main)
+    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, keywords.get("block_mask"))
     check(gpu, call)
     return call
 
@@ -304,12 +351,12 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     assert ("dbias" in arrays) == ("bias" in arrays)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
     copied = copied and all(map(readable, of_logits(problem, arrays).values()))
-    elsewhere = choose.drops_elsewhere(problem) or choose.reads_elsewhere(problem)
-    if gpu.path == "sm90" and not gpu.refuses and copied and not elsewhere:
-        main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
+    if gpu.path == "sm90" and not gpu.refuses and copied and not choose.backward_elsewhere(problem):
+        main = ("hopper_keys", "hopper_queries") if choose.split(problem, deterministic) else ("hopper_backward",)
     if shape.dtype in precise.ITEM:
         main = ("precise_keys", "precise_queries")
-    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, deterministic)
+    blocks = keywords.get("block_mask")
+    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, blocks, deterministic)
     check(gpu, call)
     return call
 
@@ -340,6 +387,7 @@ def check(gpu, call):
         order += ["sink_gradient"] if call.problem.sink else []
         order += kernels_of_dbias(call)
         order += ["add_bias_gradients"] if call.launched[-1].params["dbias"]["parts"] > 1 else []
+        order += ["mod_gradient"] if call.problem.mods and call.problem.mods.tracked else []
     assert [one.variant.template for one in call.launched] == order
     for one in call.launched:
         check_launch(gpu, call, one, packed)
@@ -382,7 +430,7 @@ def check_launch(gpu, call, one, packed):
         if spec.dbias:
             of_logits = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
             assert one.params["dbias"].item() == (call.arrays["dbias"].ctypes.data, *of_logits, 1, 1, 1)
-    if template in (*call.main, "bias_gradient", "hopper_bias_gradient"):
+    if template in (*call.main, "bias_gradient", "hopper_bias_gradient", "mod_gradient"):
         options = problem.softcap is not None, problem.alibi, problem.dropout > 0
         assert tuple(getattr(spec, name, False) for name in ("softcap", "alibi", "dropout")) == options
         assert getattr(spec, "bias", 0) == BIAS_TYPES.index(problem.bias)
@@ -391,12 +439,18 @@ def check_launch(gpu, call, one, packed):
             assert spec.item == call.arrays["q"].itemsize
             assert spec.products == (3 if problem.dtype == "float32" and problem.precision != "tf32" else 1)
         assert getattr(spec, "deterministic", call.deterministic) == call.deterministic
+        assert getattr(spec, "blocks", False) == (call.block_mask is not None)
+        if call.block_mask is not None:  # a tile lies within one of those that have bits
+            assert all(128 % getattr(spec, name, 64) == 0 for name in ("block_q", "block_k"))
+            assert not getattr(spec, "packed", False)
     if hasattr(spec, "head_dim"):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
     if template in ("forward", "hopper_forward", "prepare_backward"):
         assert spec.float32_out == (call.arrays["out"].dtype == np.float32)
-    if template in ("prepare_backward", "sink_gradient", "bias_gradient", "hopper_bias_gradient"):
+    if template in ("prepare_backward", "sink_gradient", "bias_gradient", "hopper_bias_gradient", "mod_gradient"):
         assert spec.packed == packed
+    with_mods = (*call.main, "bias_gradient", "mod_gradient")
+    assert one.variant.mods == (problem.mods if template in with_mods else None)
     if hasattr(spec, "access"):
         check_access(call, one)
     check_blocks(call, one)
@@ -421,6 +475,7 @@ ALIGNED = {  # arrays that a kernel reads or writes `access` bytes at once
     "precise_queries": ("q", "k", "v", "dout", "dq"),
     "prepare_backward": ("dout", "out"),
     "finish_backward": ("dq",),
+    "mod_gradient": ("q", "k", "v", "dout"),
 }
 
 
@@ -447,6 +502,7 @@ def check_blocks(call, one):
         "precise_delta": lambda: tiles(pairs_q * problem.seqlen_q, spec.warps),
         "precise_keys": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
         "precise_queries": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
+        "mod_gradient": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
     }
     if template in exact:
         assert one.blocks == exact[template]()
@@ -485,6 +541,7 @@ def check_order(call, one):
     cluster = getattr(spec, "cluster", 1)
     assert one.blocks % cluster == 0 and one.blocks <= MULTIPROCESSORS
     assert one.blocks // cluster <= tiles(order["all_runs"].item(), at_once), "a block without work"
+    assert not (template == "hopper_backward" and spec.blocks and params["rotated"])
     wait = template == "hopper_backward" and call.deterministic and params["rotated"]
     assert one.cooperative == bool(wait), "only blocks that run at once may wait for each other"
     if wait:
@@ -569,6 +626,7 @@ def check_params(call, params):
     assert score.item()[3:] == (*map(np.float32, capped), problem.diagonal)
     kept = 1 - problem.dropout
     assert params["dropout"].item() == (call.seed, 2**32 * problem.dropout, np.float32(1 / kept))
+    check_bitmaps(call, params)
     sizes = params["sizes"]
     for name in ("batch", "heads_q", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         assert sizes[name] == getattr(problem, name), name
@@ -616,6 +674,29 @@ def check_array(record, x, name):
     assert pointer == x.ctypes.data, name
     for step, stride, n in zip(steps, x.strides, x.shape):
         assert n == 1 or step * x.itemsize == stride, name
+
+
+def check_bitmaps(call, params):
+    """Bits that say what the block mask shows."""
+    problem, given = call.problem, call.block_mask
+    for name in {"blocks", "key_blocks"} & set(params.dtype.names):
+        pointer, batch_step, head_step, words = params[name].item()
+        if given is None:
+            assert (pointer, batch_step, head_step, words) == (0,) * 4
+            continue
+        planes = [given.blocks, given.blocks & ~(given.blocks if given.full is None else given.full)]
+        if problem.mask and given.mask is None:
+            planes[1] = planes[0]
+        by_tile = np.stack([np.kron(plane, np.ones([n // 128 for n in given.block_size], bool)) for plane in planes])
+        by_tile = np.broadcast_to(by_tile, (2, problem.batch, problem.heads_q, *by_tile.shape[3:]))
+        if name == "key_blocks":
+            by_tile = by_tile.swapaxes(3, 4)
+        rows, columns = by_tile.shape[3:]
+        for b, h, row in itertools.product(range(problem.batch), range(problem.heads_q), range(rows)):
+            at = pointer + 4 * 2 * words * (b * batch_step + h * head_step + row)
+            bits = np.frombuffer(ctypes.string_at(at, 8 * words), np.uint8)
+            bits = np.unpackbits(bits, bitorder="little").reshape(2, 32 * words)
+            assert (bits[:, :columns] == by_tile[:, b, h, row]).all() and not bits[:, columns:].any()
 
 
 def check_maps(call, one):
@@ -763,9 +844,9 @@ def test_bias_and_mask(gpu, shape, layout, bias, mask):
         rest = given.get("bias"), given.get("mask"), arrays.get("dbias")
         launch.backward(problem, *backwards, None, None, None, True, 0, *rest)
         main = ("backward",)
-        if hopper and not choose.reads_elsewhere(problem):
+        if hopper and not choose.backward_elsewhere(problem):
             main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
-        check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main, True))
+        check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main, deterministic=True))
     assert len(launch._plans) == (2 if make is array else 4)
 
 
@@ -867,6 +948,42 @@ def test_slopes_without_a_batch(gpu):
     assert len(launch._plans) == 4
 
 
+def captured_words(gpu, call, params, values):
+    """What functions of the user captured, then the sums of gradients: pointers with strides, or numbers."""
+    mods, words = call.problem.mods, params["mods"]
+    for capture, slot, value in zip(mods.captures, mods.slots, values, strict=False):
+        if capture.axes:
+            strides = words.view(np.int32)[2 * slot + 2 : 2 * slot + 2 + capture.axes].tolist()
+            assert words[slot] == value.ctypes.data, capture
+            assert [stride * value.itemsize for stride in strides] == list(value.strides), capture
+        else:
+            assert words[slot : slot + 1].view(np.dtype(type(value)).str.replace("8", "4"))[0] == value, capture
+    for capture, slot in zip(mods.tracked, mods.slots[len(mods.captures) :], strict=True):
+        total = gpu.allocated(words[slot])
+        assert total.dtype == np.float32 and total.ndim == capture.axes, capture
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(128, 96, heads_k=1), Shape(256, 256)], ids=name_of)
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("options", ["none", "all", "mask", "blocks", "bias of keys", "blocks in part and bias"])
+def test_functions_of_the_user(gpu, shape, reads, options):
+    """Two calls with the same types: the second one gets its own numbers and arrays, by the same plan."""
+    for n in (3, -4):
+        slope, on = array((2, 4), np.float32), array((30, 40), bool)[::2, ::-1]
+        score = cupyflash.ScoreMod(
+            "score * factor - slope[b, h] * abs(i - j + n)", n=n, slope=slope, factor=n / 2, gradients=("slope",)
+        )
+        mask = cupyflash.MaskMod("on[i % 15, j % 40]" if reads else "on[b, h]", on=on)
+        given = OPTIONS[options] | {"score_mod": score, "mask_mod": mask}
+        calls = forward(gpu, shape, given), backward(gpu, shape, given)
+        assert len(launch._plans) == 2
+        for call in calls:
+            for one in call.launched:
+                if one.variant.mods:
+                    captured_words(gpu, call, one.params, (n, slope, n / 2, on))
+        assert calls[1].arrays["dscore_mod"]["slope"].shape == (2, 4)
+
+
 @pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("shape", [Shape(), Shape(256, 256)], ids=name_of)
@@ -950,7 +1067,6 @@ def test_too_many_blocks(gpu):
     """Rows without memory of their own, as many as no launch has blocks for."""
     one = array((1, 1, 1, 64), tools.DTYPES["bfloat16"])
     many = np.broadcast_to(one, (1 << 16, 1, 1 << 15, 64), subok=True)
+    problem = Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0)
     with pytest.raises(ValueError, match="exceeds the 2147483647 blocks of a launch; split the batch"):
-        launch._plan_forward(
-            Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0), *[many] * 4, *[None] * 5
-        )
+        launch._plan_forward(problem, (many,) * 4, launch.Rest(*[None] * 5, launch.NO_BLOCKS))

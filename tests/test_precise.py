@@ -72,6 +72,9 @@ def test_products():
 # --- What is refused
 
 
+BLOCKS = cupyflash.BlockMask(np.ones((1, 1), bool))
+
+
 def wide(dtype):
     return [np.ones((2, 5, 4, 8), dtype) for _ in range(3)]
 
@@ -104,11 +107,14 @@ def test_the_host_always_computes_in_float32():
 
 
 @pytest.mark.parametrize("dtype", precise.ITEM)
-@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sink", "dropout"])
+@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sink", "dropout", "block_mask", "score_mod", "mask_mod"])
 def test_options_of_narrow_dtypes(name, dtype):
     """As if the arrays were CuPy's."""
     q, k, v = wide(dtype)
-    options = checks.options(False, None, None, *{"softcap": (2.0,), "dropout": (None, 0.5)}.get(name, ()))
+    kind = {"score_mod": cupyflash.ScoreMod, "mask_mod": cupyflash.MaskMod}.get(name)
+    functions = {"score_mod": None, "mask_mod": None} | ({name: kind(lambda *places: places[-1])} if kind else {})
+    given = {"softcap": {"softcap": 2.0}, "dropout": {"dropout": 0.5}, "block_mask": {"block_mask": BLOCKS.layout}}
+    options = checks.options(False, None, None, mods=checks.mods(**functions), **given.get(name, {}))
     arrays = {name: np.ones(4, dtype)} if name in ("alibi_slopes", "sink") else {}
     with pytest.raises(
         NotImplementedError, match=f"{name} is given and q has dtype {dtype}; .* GPU: float16, bfloat16"

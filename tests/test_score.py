@@ -10,6 +10,8 @@ from tools import check, inputs
 import cupyflash
 from cupyflash import reference, structs
 
+option_backend, option_backend16 = tools.option_backend, tools.option_backend16
+
 LENGTHS = (1, 63, 64, 65, 130, 300)
 MASKS = {
     "full": {},
@@ -21,16 +23,6 @@ MASKS = {
     "window left 0": {"window": (0, None)},
 }
 HEAD_DIMS = [(40, 40), (64, 64), (128, 128), (256, 256), (192, 128), (64, 40), (16, 256)]
-
-
-@pytest.fixture
-def backend(option_backend):
-    return option_backend
-
-
-@pytest.fixture
-def backend16(option_backend16):
-    return option_backend16
 
 
 def slopes(backend, *shape, seed=0):

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "any/logits.cuh"
+#include "core/blocks.cuh"
 #include "core/epilogue.cuh"
 
 namespace cupyflash {
@@ -49,7 +50,7 @@ struct Tiles {
   }
 };
 
-template <int kBlockQ, int kBlockK>
+template <bool kBlocks, int kBlockQ, int kBlockK>
 struct Walk {  // through some of them
   const Tiles<kBlockQ, kBlockK>& tiles;
   int64 left;  // of the tiles, with the present one
@@ -78,9 +79,13 @@ struct Walk {  // through some of them
   __device__ __forceinline__ int row() const { return at[kQueries] * kBlockQ; }
   __device__ __forceinline__ int col() const { return at[kKeys] * kBlockK; }
   __device__ __forceinline__ Range rows() const { return {row(), min(row() + kBlockQ, tiles.p.sizes.seqlen_q) - 1}; }
+  // Of the row of a block mask in which it lies.
+  __device__ __forceinline__ ShownTiles<kBlocks, kBlockK> shown() const {
+    return ShownTiles<kBlocks, kBlockK>::of(tiles.p.blocks, at[kBatches], at[kHeads], row());
+  }
   __device__ __forceinline__ bool seen(const Band& band) const {
     const Range keys = keys_of_any(band, rows());
-    return max(keys.first, col()) <= min(keys.last, col() + kBlockK - 1);
+    return max(keys.first, col()) <= min(keys.last, col() + kBlockK - 1) && shown().has(at[kKeys]);
   }
   // Whether the next one is of another tile of dbias, or of another block.
   __device__ __forceinline__ bool ends_sum() const {
@@ -92,8 +97,8 @@ struct Walk {  // through some of them
 };
 
 // All that the block `index` of those that share the sums goes through.
-template <int kBlockQ, int kBlockK>
-__device__ __forceinline__ Walk<kBlockQ, kBlockK> walk_of(const Tiles<kBlockQ, kBlockK>& tiles, int index) {
+template <bool kBlocks, int kBlockQ, int kBlockK>
+__device__ __forceinline__ Walk<kBlocks, kBlockQ, kBlockK> walk_of(const Tiles<kBlockQ, kBlockK>& tiles, int index) {
   const BiasGradient& g = tiles.p.dbias;
   const int64 of_sum = tiles.number(true);
   int64 first, last;
@@ -105,7 +110,7 @@ __device__ __forceinline__ Walk<kBlockQ, kBlockK> walk_of(const Tiles<kBlockQ, k
     first = int64(index) * g.run * of_sum;
     last = min(first + g.run * of_sum, tiles.number(false) * of_sum);
   }
-  return Walk<kBlockQ, kBlockK>(tiles, first, last);
+  return Walk<kBlocks, kBlockQ, kBlockK>(tiles, first, last);
 }
 
 // The sum over all rows, left in the first one; and over all columns.

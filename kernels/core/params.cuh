@@ -70,6 +70,13 @@ struct BiasGradient {  // of a contiguous dbias, whose axes are those of the log
   int parts;   // sums of each element that have to be added, in `dbias_parts`; 1: there is nothing to add
 };
 
+constexpr int kMaskTile = 128;  // rows and columns of a bit of a block mask
+struct BlockMask {              // of queries by keys, or of keys by queries; core/blocks.cuh
+  const uint32* data;           // (batch, heads_q, rows of tiles, 2, words), a bit for each tile of a row: that some of
+                                // it is shown, then that the element mask hides some of that
+  int64 batch, head, words;     // strides in rows, 0 where it was broadcast; and words of a row
+};
+
 struct Dropout {  // core/dropout.cuh
   uint64 seed;
   uint32 threshold;  // a weight whose random number is less is dropped
@@ -92,6 +99,7 @@ struct ForwardParams {
   Sink sink;
   Dropout dropout;
   LogitArray bias, mask;
+  BlockMask blocks;
 };
 
 struct BackwardParams {
@@ -109,7 +117,8 @@ struct BackwardParams {
   Dropout dropout;
   LogitArray bias, mask;
   BiasGradient dbias;
-  float* dbias_parts;  // (parts, elements of dbias)
+  float* dbias_parts;            // (parts, elements of dbias)
+  BlockMask blocks, key_blocks;  // queries by keys, keys by queries
 };
 
 struct Matrix {  // one head of an array in global memory; stride in bytes

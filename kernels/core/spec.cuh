@@ -16,6 +16,7 @@ struct ForwardSpec {
   bool softcap, alibi, dropout;
   int bias;  // BiasType
   bool mask;
+  bool blocks;
 
   __device__ constexpr int rows_per_warp() const { return block_q / warps; }
   // P stays in registers where the warp that made it is the one that needs it.
@@ -37,6 +38,7 @@ struct HopperForwardSpec {
   int bias;  // BiasType
   bool mask;
   int logit_slots;  // tiles of bias and mask in flight, of a group
+  bool blocks;
 
   __device__ constexpr bool staged() const { return access == 16; }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
@@ -59,6 +61,7 @@ struct BackwardSpec {
   bool softcap, alibi, dropout;
   int bias;  // BiasType
   bool mask;
+  bool blocks;
 
   // P and dS stay in registers where the warp that made them is the one that needs them.
   __device__ constexpr bool p_in_registers() const { return score_warps_k == warps && grad_warps_k == warps; }
@@ -75,6 +78,7 @@ struct HopperBackwardSpec {
   bool softcap, alibi;
   int bias;         // BiasType
   int logit_slots;  // tiles of it in flight
+  bool blocks;
 
   __device__ constexpr int block_k() const { return 64 * groups; }
   __device__ constexpr int threads() const { return 128 * (groups + 1); }
@@ -91,6 +95,7 @@ struct HopperKeysSpec {      // of the kernel of dk and dv
   int bias;  // BiasType
   bool mask;
   int logit_slots;  // tiles of bias and mask in flight
+  bool blocks;
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
@@ -105,11 +110,25 @@ struct HopperQueriesSpec {   // of the kernel of dq
   int bias;  // BiasType
   bool mask;
   int logit_slots;  // tiles of bias and mask in flight
-  bool dbias;       // stores dS: no element of dbias is a sum
+  bool blocks;
+  bool dbias;  // stores dS: no element of dbias is a sum
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
   __device__ constexpr int copying_registers() const { return logit_slots > 0 ? 40 : 24; }
+};
+
+struct ModGradientSpec {  // of the kernel of dscore_mod
+  int head_dim, head_dim_v;
+  int block_k;
+  int warps;  // 16 queries each
+  int access;
+  int mods_at;  // bytes of the struct before the functions
+  bool packed;  // delta as `statistic_of` says
+  bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  bool blocks;
 };
 
 struct SinkSpec {  // of the kernel of dsink
@@ -129,6 +148,8 @@ struct BiasGradientSpec {  // of the kernel of dbias
   bool softcap, alibi, dropout;
   int bias;  // BiasType
   bool mask;
+  bool blocks;
+  int mods_at;  // bytes of the struct before functions of the user
 };
 
 struct HopperBiasGradientSpec {  // of Hopper's

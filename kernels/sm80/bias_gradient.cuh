@@ -11,6 +11,7 @@
 #pragma once
 
 #include "any/bias_tiles.cuh"
+#include "any/mods.cuh"
 #include "core/dropout.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
@@ -18,9 +19,10 @@
 
 namespace cupyflash {
 
-template <class T, BiasGradientSpec kSpec>
+template <class T, BiasGradientSpec kSpec, class Mods = NoMods>
 __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
-    bias_gradient(const __grid_constant__ BackwardParams p) {
+    bias_gradient(const __grid_constant__ ModifiedAt<BackwardParams, Mods, kSpec.mods_at> all) {
+  const BackwardParams& p = all.params();
   constexpr int kThreads = 32 * kSpec.warps, kAccess = kSpec.access, kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k;
   constexpr int kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   constexpr int kWarpsQ = kSpec.warps_q, kWarpsK = kSpec.warps / kWarpsQ;
@@ -36,9 +38,11 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Sizes& s = p.sizes;
   const Tiles<kBlockQ, kBlockK> tiles = {p};
   const Band band(s);
-  const ScoreChange<kSpec.softcap, kSpec.alibi, true> change = {p.score, s};
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, true, Mods>;
+  const Change change = {p.score, s};
 
-  Walk now = walk_of(tiles, blockIdx.x), next = now;  // next: the next tile that is seen
+  static_assert(!kSpec.blocks || kMaskTile % kBlockQ == 0, "the rows have the same blocks");
+  auto now = walk_of<kSpec.blocks>(tiles, blockIdx.x), next = now;  // next: the next tile that is seen
   while (next.left > 0 && !next.seen(band)) next.next();
   bool new_rows = true, new_keys = true;  // whether it lacks what the tile before had
   const auto load_scores = [&] {
@@ -80,6 +84,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       const bool masked =
           block_row + kBlockQ > s.seqlen_q || block_col < by_all.first || block_col + kBlockK - 1 > by_all.last;
       const auto visible = [&](int row) { return row < s.seqlen_q ? band.keys(row) : Range{0, -1}; };
+      const bool in_part = now.shown().in_part(now.at[kKeys]);
       const float slope = change.slope(batch, head);
       const Dropping dropping = {p.dropout, batch, head};
 #pragma unroll
@@ -95,16 +100,28 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
             [&](int) { return slope; });
         using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
         const Items bias = Items::of(p.bias, batch, head, row, first_col, s);
-        change.template apply<1>(prob[t], slant,
-                                 [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)) - lse[i / 2]; });
-        if (masked) prob[t].hide(row, first_col, -kInfinity, visible);
-        if constexpr (kSpec.mask)
-          hide_masked(prob[t], LogitItems<unsigned char>::of(p.mask, batch, head, row, first_col, s));
+        const auto shown = [&] { return LogitItems<unsigned char>::of(p.mask, batch, head, row, first_col, s); };
+        if constexpr (Change::kModded) {  // P times the derivative of what they return by what they are given
+          change.template apply<1>(prob[t], slant, [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
+          change.multiply_mods(prob[t], all.mods(),
+                               mod::Places<Rows::kQueries, kCols>::from(s, batch, head, row, first_col),
+                               [&](int i) { return -lse[i / 2]; });
+          Weights<kCols> none;
+          if (masked) change.hide(prob[t], none, row, first_col, visible);
+          if constexpr (kSpec.mask)
+            if (in_part) change.hide_masked(prob[t], none, shown());
+        } else {
+          change.template apply<1>(prob[t], slant,
+                                   [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)) - lse[i / 2]; });
+          if (masked) prob[t].hide(row, first_col, -kInfinity, visible);
+          if constexpr (kSpec.mask)
+            if (in_part) hide_masked(prob[t], shown());
 #pragma unroll
-        for (int j = 0; j < kCols / 8; ++j)
+          for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) prob[t].x[j][i] = exp2f(prob[t].x[j][i]);
-        if constexpr (kSpec.dropout) dropping.mark<Rows::kQueries>(prob[t], row, first_col);
+            for (int i = 0; i < 4; ++i) prob[t].x[j][i] = exp2f(prob[t].x[j][i]);
+        }
+        if constexpr (kSpec.dropout && !Mods::kScore) dropping.mark<Rows::kQueries>(prob[t], row, first_col);
       }
 
       wait_copies<0>();
@@ -121,6 +138,12 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) dprob[t].clear();
       product<T, kDimV / 16>(dprob, Left(dout_tile, warp_q * kRows), RightTransposed(v_tile, warp_k * kCols));
+      if constexpr (kSpec.dropout && Mods::kScore)  // whose derivative has a sign of its own: it cannot keep a mark
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t)
+          dropping.tell<Rows::kQueries>(dprob[t], opaque(first_row) + 16 * t, first_col, [&](int j, int i, bool kept) {
+            dprob[t].x[j][i] = kept ? dprob[t].x[j][i] * p.dropout.scale : 0.f;
+          });
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
@@ -138,7 +161,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll
             for (int i = 2 * half; i < 2 * half + 2; ++i) {
-              if constexpr (kSpec.dropout)
+              if constexpr (kSpec.dropout && !Mods::kScore)
                 sum[t].x[j][i] += dropping.gradient(prob[t].x[j][i], dprob[t].x[j][i], delta);
               else
                 sum[t].x[j][i] = fmaf(prob[t].x[j][i], dprob[t].x[j][i] - delta, sum[t].x[j][i]);

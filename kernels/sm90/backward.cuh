@@ -7,6 +7,7 @@
 // float32; the kernels of any/around_backward.cuh clear that sum and convert it.
 #pragma once
 
+#include "any/mods.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "sm90/backward_tiles.cuh"
@@ -14,8 +15,9 @@
 
 namespace cupyflash {
 
-template <class T, HopperBackwardSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __grid_constant__ HopperBackwardParams p) {
+template <class T, HopperBackwardSpec kSpec, class Mods = NoMods>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_backward(const __grid_constant__ Modified<HopperBackwardParams, Mods> p) {
   using Tiles = BackwardTiles<kSpec>;
   constexpr int kGroups = kSpec.groups, kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k();
   constexpr int kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -27,12 +29,19 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
 
   extern __shared__ __align__(1024) char shared[];
   using TileLogits = typename Tiles::TileLogits;
+  static_assert(!kSpec.blocks || !TileLogits::kAny, "their tiles come for all keys");
   __shared__ uint64 barriers[Tiles::kBarriers + TileLogits::kBarriers];
   __shared__ Job jobs[kSpec.stages];
   __shared__ Alibi alibis[kSpec.stages];
   __shared__ LogitPlace places[kSpec.stages];
   __shared__ KeyTile key_tiles[kSpec.key_slots];
   Tiles tiles(first_tile(shared), barriers, jobs, alibis, places, key_tiles);
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !TileLogits::kAny, "no registers are left for both");
+  if constexpr (Change::kModded) {
+    __shared__ int heads[kSpec.stages];
+    tiles.heads = heads;
+  }
   if (threadIdx.x == 0) {
     tiles.init();
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
@@ -43,7 +52,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   const int role = same_in_warp(threadIdx.x / 128);
   if (role == 0) {
     give_registers<kSpec.copying_registers()>();
-    if (warp_index() == 0) copy_tiles<kSpec>(p, tiles);
+    if (warp_index() == 0) copy_tiles<kSpec, Change::kModded>(p, tiles);
     if constexpr (kSpec.deterministic)
       if (threadIdx.x == 32) keep_order<kSpec>(p, tiles);
     if constexpr (TileLogits::kAny)
@@ -52,7 +61,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   }
 
   take_registers<kSpec.registers()>();
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
   const Change change = {p.score, s};
   const int group = role - 1;
   const auto warp_row = [] { return int(opaque(threadIdx.x) / 32 % 4 * 16); };
@@ -71,8 +79,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   // The narrow stores, and softcap with a bias, have no registers left for lse; softcap with 128 queries none for
   // delta.
   constexpr bool kReadsAhead = kSpec.access == 16 && !(kSpec.softcap && TileLogits::kAny);
-  constexpr bool kDeltaAhead = !(kSpec.softcap && kBlockQ == 128);
-  constexpr int kPart = kSpec.access == 16 && !(kSpec.softcap && kSpec.alibi) ? 2 : 1;
+  constexpr bool kDeltaAhead = !(Change::kDerived && kBlockQ == 128);
+  constexpr int kPart = kSpec.access == 16 && !(Change::kDerived && kSpec.alibi) ? 2 : 1;
   // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
   const uint32 zero = s.group < 0;
 
@@ -163,10 +171,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     if constexpr (kSpec.alibi) alibi = tiles.alibi();
     TileLogits logits = tiles.logits();
     logits.wait();
+    int head = 0, first_query = 0;
+    if constexpr (Change::kModded) head = tiles.head(), first_query = tiles.job().first_query;
     wgmma_wait<1>();  // S^T is there
-    if constexpr (!kReadsAhead && !kSpec.softcap) read_lse(0, 0, kBlockQ / 16);
+    if constexpr (!kReadsAhead && !Change::kDerived) read_lse(0, 0, kBlockQ / 16);
     const auto lse_of = [&](int j, int i) {
-      const float4 four = kSpec.softcap && !kReadsAhead ? statistics(0)[8 * (j / 2)] : lse[j / 2];
+      const float4 four = Change::kDerived && !kReadsAhead ? statistics(0)[8 * (j / 2)] : lse[j / 2];
       return j % 2 ? i % 2 ? four.w : four.z : i % 2 ? four.y : four.x;
     };
     const auto visible = [&](int key) { return Band(s).queries(key); };
@@ -176,12 +186,19 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
           0, [&](int half) { return alibi.origin + 64 * group + warp_row() + prob.row(half); },
           [&](int) { return alibi.slope; });
       const int first_row = 64 * group + warp_row();
-      if constexpr (kSpec.bias != kNoBias) {
+      const auto minus_lse = [&](int j, int i) { return -lse_of(j, i); };
+      if constexpr (Change::kModded) {
+        const KeyTile& keys = tiles.key_tile();
+        const auto places =
+            mod::Places<Rows::kKeys, kBlockQ>::from(s, keys.batch, head, keys.first_key + first_row, first_query);
+        change.template weigh_mods<T, true, kPart>(
+            prob, weights, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+      } else if constexpr (kSpec.bias != kNoBias) {
         auto bias = logits.column_bias(p.bias_map, first_row);
         change.template weigh<T, true, kPart>(prob, weights, slant,
                                               [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse_of(j, i)); });
       } else {
-        change.template weigh<T, true, kPart>(prob, weights, slant, [&](int j, int i) { return -lse_of(j, i); });
+        change.template weigh<T, true, kPart>(prob, weights, slant, minus_lse);
       }
       if (flags >> group & 1)
         change.hide(prob, weights, tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
@@ -207,7 +224,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
 #pragma unroll
     for (int step = 0; step < kBlockQ / 16; ++step) {
       const float4 delta = kDeltaAhead ? deltas[step] : read_delta(step);
-      if constexpr (kSpec.softcap) {
+      if constexpr (Change::kDerived) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) prob_operand[step][i] = weights.prob[step][i] ^ zero;
         prob.template widen<T>(weights.changed[step], step);

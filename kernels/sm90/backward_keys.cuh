@@ -7,6 +7,8 @@
 // has its next scores issued before the sum that the last ones go into, and computes while the sum goes on.
 #pragma once
 
+#include "any/mods.cuh"
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
@@ -212,8 +214,9 @@ __device__ __forceinline__ void accumulate(Left& left, Right& right, Accumulator
   right.release();
 }
 
-template <class T, HopperKeysSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_constant__ HopperBackwardParams p) {
+template <class T, HopperKeysSpec kSpec, class Mods = NoMods>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_keys(const __grid_constant__ Modified<HopperBackwardParams, Mods> p) {
   using Queries = Side<T, kSpec.head_dim, kSpec.kept, kSpec.slots>;
   using Douts = Side<T, kSpec.head_dim_v, kSpec.kept, kSpec.slots_dout>;
   extern __shared__ __align__(1024) char shared[];
@@ -238,13 +241,26 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
 
   const Sizes& s = p.sizes;
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !TileLogits::kAny, "no registers are left for both");
+  static_assert(!kSpec.blocks || !TileLogits::kAny, "their tiles come for all keys");
   static_assert(!kSpec.dropout || !Change::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   Works works(p.keys, s, blockIdx.x, gridDim.x, false);
   const auto tiles_of_work = [&] {  // of queries, in each head of the group
     const int first_key = works.work.tile * kTile;
     return query_tiles_of(band, {first_key, min(first_key + kTile, s.seqlen_k) - 1}, kTile);
+  };
+  const auto shown_to = [&](Range tiles) {
+    const Work& work = works.work;
+    const int first_head = work.head * s.group;
+    QueryTiles<kSpec.blocks, kTile> shown;
+    if constexpr (kSpec.blocks) shown.begin(p.key_blocks, tiles, work.batch, work.tile * kTile, first_head, s.group);
+    return shown;
+  };
+
+  const auto count_of = [&](Range tiles) {
+    return kSpec.blocks ? shown_to(tiles).count(p.key_blocks) : (tiles.last - tiles.first + 1) * s.group;
   };
 
   if (warpgroup == 2) {  // a thread copies for each side, and a warp adds the statistics that go with its tiles
@@ -256,12 +272,13 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
     for (; works.left(); works.next()) {
       const Work& work = works.work;
       const Range tiles = tiles_of_work();
-      if (tiles.last < tiles.first) continue;
+      auto shown = shown_to(tiles);
+      if (kSpec.blocks ? !shown.left() : tiles.last < tiles.first) continue;
       if (warp == 0) queries.copy_keys(p.k_map, work.tile * kTile, work.head, work.batch);
       if (warp == 1) douts.copy_keys(p.v_map, work.tile * kTile, work.head, work.batch);
       if (warp == 2) queries.pass_keys();
       if (warp == 3) douts.pass_keys();
-      for (int head = work.head * s.group; head < (work.head + 1) * s.group; ++head) {
+      const auto pass = [&](int head, int first, int last) {
         const auto lse = [&](int row) {  // of a row that is not there or sees no key: P is 0
           const float natural = row < s.seqlen_q ? p.lse.at(work.batch, head)[row * p.lse.row] : -kInfinity;
           return lse_in_base_2(natural);
@@ -269,7 +286,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         const auto delta = [&](int row) {
           return row < s.seqlen_q ? p.delta.at(work.batch, head)[row * p.delta.row] : 0.f;
         };
-        for (int row = tiles.first * kTile; row <= tiles.last * kTile; row += kTile) {
+        for (int row = first * kTile; row <= last * kTile; row += kTile) {
           if (warp == 0) queries.copy_queries(p.q_map, row, head, work.batch);
           if (warp == 1) douts.copy_queries(p.dout_map, row, head, work.batch);
           if (warp == 2) queries.add_statistics(row, lse);
@@ -278,7 +295,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
               logits.copy(p.bias_map, p.mask_map, {work.batch, head, row, work.tile * kTile});
           if (warp == 3) douts.add_statistics(row, delta);
         }
-      }
+      };
+      if constexpr (kSpec.blocks)
+        for (; shown.left(); shown.next(p.key_blocks)) pass(shown.head, shown.tile, shown.tile);
+      else
+        for (int head = work.head * s.group; head < (work.head + 1) * s.group; ++head)
+          pass(head, tiles.first, tiles.last);
     }
     return;
   }
@@ -294,8 +316,13 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       Accumulator<kSpec.head_dim_v> dv;
       dv.clear();
       int tile = tiles.first, head = work.head * s.group;
+      auto shown = shown_to(tiles);
       float slope = 0.f;
       const auto weigh = [&](Accumulator<kTile>& prob, uint32(&weights)[kTile / 16][4]) {
+        if constexpr (kSpec.blocks) {
+          tile = shown.tile, head = shown.head;
+          shown.next(p.key_blocks);
+        }
         const int first_query = tile * kTile;
         const bool masked = first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last;
         const auto visible = [&](int key) { return band.queries(key); };
@@ -304,14 +331,20 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         };
         Weights<kTile> rounded;
         if constexpr (Change::kAny || TileLogits::kAny) {
-          if (kSpec.alibi && tile == tiles.first) slope = change.slope(work.batch, head++);
+          if ((kSpec.alibi || Change::kModded) && (kSpec.blocks || tile == tiles.first))
+            slope = change.slope(work.batch, head++);
           const Slant slant = change.slant(
               first_query, [&](int half) { return first_key + warp_row + prob.row(half) - p.score.diagonal; },
               [&](int) { return slope; });
           constexpr int kPart = kSpec.access == 16 ? 2 : 1;  // the narrow stores take registers
           const auto minus_lse = [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; };
           logits.wait();
-          if constexpr (kSpec.bias != kNoBias) {
+          if constexpr (Change::kModded) {
+            const auto places =
+                mod::Places<Rows::kKeys, kTile>::from(s, work.batch, head - 1, first_key + warp_row, first_query);
+            change.template weigh_mods<T, true, kPart>(
+                prob, rounded, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+          } else if constexpr (kSpec.bias != kNoBias) {
             auto bias = logits.column_bias(p.bias_map, warp_row);
             change.template weigh<T, true, kPart>(
                 prob, rounded, slant, [&](int j, int i) { return fmaf(bias(j, i), kLog2E, minus_lse(j, i)); });
@@ -332,7 +365,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         }
         if constexpr (kSpec.dropout)
           Dropping{p.dropout, work.batch, head}.template mark<Rows::kKeys>(prob, first_key + warp_row, first_query);
-        if constexpr (kSpec.softcap) {
+        if constexpr (Change::kDerived) {
 #pragma unroll
           for (int step = 0; step < kTile / 16; ++step)
 #pragma unroll
@@ -351,7 +384,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         }
         tile = tile == tiles.last ? tiles.first : tile + 1;
       };
-      const int count = (tiles.last - tiles.first + 1) * s.group;
+      const int count = count_of(tiles);
       if (count > 0) accumulate(queries, douts, dv, count, zero, weigh);
       if constexpr (kSpec.dropout) dv.scale_rows(p.dropout.scale, p.dropout.scale);
       store<T, kSpec.access>(dv, head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v), first_key + warp_row);
@@ -385,7 +418,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         }
         handover.done();
       };
-      const int count = (tiles.last - tiles.first + 1) * s.group;
+      const int count = count_of(tiles);
       if (count > 0) accumulate(douts, queries, dk, count, zero, weigh);
       dk.scale_rows(s.scale, s.scale);
       store<T, kSpec.access>(dk, head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim),

@@ -6,6 +6,8 @@
 #pragma once
 
 #include "any/bias_tiles.cuh"
+#include "any/mods.cuh"
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
@@ -18,8 +20,9 @@
 
 namespace cupyflash {
 
-template <class T, HopperQueriesSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __grid_constant__ HopperBackwardParams p) {
+template <class T, HopperQueriesSpec kSpec, class Mods = NoMods>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_queries(const __grid_constant__ Modified<HopperBackwardParams, Mods> p) {
   constexpr int kGroups = 2, kBlockQ = 64 * kGroups, kBlockK = 64, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
   constexpr int kQBytes = tile_bytes(64, kDim), kDoutBytes = tile_bytes(64, kDimV);  // of a group
@@ -27,6 +30,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
 
   extern __shared__ __align__(1024) char shared[];
+  static_assert(!kSpec.blocks || !GroupLogits::kAny, "their tiles come for all keys");
   __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV) + kGroups * GroupLogits::kBarriers];
   const uint32 q_base = first_tile(shared), dout_base = q_base + kGroups * kQBytes;
   const uint32 k_base = dout_base + kGroups * kDoutBytes, v_base = k_base + kSlots * kKBytes;
@@ -50,8 +54,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   Sizes s = p.sizes;
   s.section *= s.group;  // counts query heads here
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
+  const auto shown_to = [&](const Work& work) {
+    return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, work.head, work.tile * kBlockQ);
+  };
   Works works(p.queries, s, blockIdx.x, gridDim.x, true);
 
   if (copies) {
@@ -76,18 +84,20 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
       const Work& work = works.work;
       const int first_query = work.tile * kBlockQ, head_k = work.head / s.group;
       const Range tiles = tiles_of(band, first_query, kBlockQ, kBlockK);
-      if (tiles.last < tiles.first) continue;
+      const auto shown = shown_to(work);
+      const int first_tile = shown.up(tiles.first, tiles.last);
+      if (tiles.last < first_tile) continue;
       const uint32 q_full = q_ring.acquire(kGroups * kQBytes);
 #pragma unroll
       for (int i = 0; i < kGroups; ++i)
         copy_tile<64, kDim>(q_base + i * kQBytes, p.q_map, q_full, first_query + 64 * i, work.head, work.batch);
       q_ring.advance();
 #pragma unroll 1
-      for (int tile = tiles.first; tile <= tiles.last; ++tile) {
+      for (int tile = first_tile; tile <= tiles.last; tile = shown.up(tile + 1, tiles.last)) {
         copy_tile<kBlockK, kDim>(k_base + k_ring.slot() * kKBytes, p.k_map, k_ring.acquire(kKBytes), tile * kBlockK,
                                  head_k, work.batch);
         k_ring.advance();
-        if (tile == tiles.first) {
+        if (tile == first_tile) {
           const uint32 dout_full = dout_ring.acquire(kGroups * kDoutBytes);
 #pragma unroll
           for (int i = 0; i < kGroups; ++i)
@@ -148,12 +158,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
           first_key, [&](int half) { return first_query + warp_row + prob.row(half) + p.score.diagonal; },
           [&](int) { return slope; });
       Weights<kBlockK> none;
-      if constexpr (kSpec.bias != kNoBias) {
+      const auto minus_lse = [&](int, int i) { return -lse[i / 2]; };
+      if constexpr (Change::kModded) {
+        const auto places = mod::Places<Rows::kQueries, kBlockK>::from(s, works.work.batch, works.work.head,
+                                                                       first_query + warp_row, first_key);
+        change.template weigh_mods<T, false>(
+            prob, none, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+      } else if constexpr (kSpec.bias != kNoBias) {
         auto bias = logits.row_bias(row_of(p.bias_map));
         change.template weigh<T, false>(prob, none, slant,
                                         [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse[i / 2]); });
       } else {
-        change.template weigh<T, false>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
+        change.template weigh<T, false>(prob, none, slant, minus_lse);
       }
       if (masked) prob.hide(first_query + warp_row, first_key, 0.f, visible);
       if constexpr (kSpec.mask) change.hide_masked(prob, none, logits.row_mask(row_of(p.mask_map)));
@@ -218,16 +234,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
         delta[half] = p.delta.at(work.batch, work.head)[row * p.delta.row];
       }
     }
-    if (tiles.last >= tiles.first) {
+    const auto shown = shown_to(work);
+    const int first_tile = shown.up(tiles.first, tiles.last);
+    if (tiles.last >= first_tile) {
       q_ring.wait();
       k_ring.wait();
       issue_scores(0);
       dout_ring.wait();
       v_ring.wait();
       issue_products();
-      finish_tile(tiles.first, tiles.first == tiles.last);
+      finish_tile(first_tile, shown.is_last(first_tile, tiles.last));
 #pragma unroll 1
-      for (int tile = tiles.first + 1; tile <= tiles.last; ++tile) {
+      for (int tile = shown.up(first_tile + 1, tiles.last); tile <= tiles.last; tile = shown.up(tile + 1, tiles.last)) {
         issue_dq();  // of the tile before
         issue_scores(1);
         wgmma_wait<1>();  // dq is there: dP gets the registers of the weights
@@ -235,7 +253,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
         k_ring.advance();
         v_ring.wait();
         issue_products();
-        finish_tile(tile, tile == tiles.last);
+        finish_tile(tile, shown.is_last(tile, tiles.last));
       }
       dout_ring.release();
       issue_dq();

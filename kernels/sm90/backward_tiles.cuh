@@ -2,6 +2,7 @@
 // that has them brought there, and the thread that keeps the order of a deterministic backward.
 #pragma once
 
+#include "core/blocks.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -52,6 +53,7 @@ struct BackwardTiles {  // in shared memory
   Alibi* alibis;
   LogitPlace* places;
   KeyTile* key_tiles;
+  int* heads = nullptr;             // of queries, for functions of the user
   uint32 count = 0, key_count = 0;  // tiles so far, of queries and of keys
 
   __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, LogitPlace* places,
@@ -88,6 +90,7 @@ struct BackwardTiles {  // in shared memory
   __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[queries().slot(ahead)]; }
   __device__ __forceinline__ Alibi& alibi(int ahead = 0) const { return alibis[queries().slot(ahead)]; }
   __device__ __forceinline__ LogitPlace& place() const { return places[queries().slot()]; }
+  __device__ __forceinline__ int& head() const { return heads[queries().slot()]; }
   __device__ __forceinline__ KeyTile& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
     ++count;
@@ -114,12 +117,20 @@ struct BackwardTiles {  // in shared memory
 // them.
 template <HopperBackwardSpec kSpec>
 struct KeyTiles {
+  static_assert(!(kSpec.blocks && kSpec.deterministic), "no registers are left to count what comes before");
   const HopperBackwardParams& p;
   Works works;
   Range seen;
 
-  __device__ __forceinline__ explicit KeyTiles(const HopperBackwardParams& p)
-      : p(p), works(p.keys, p.sizes, takes_tickets() ? ticket() : blockIdx.x, gridDim.x, kSpec.deterministic) {
+  // With a block mask: the tiles of queries that the present keys are shown to. In shared memory, for the warp has few
+  // registers.
+  QueryTiles<kSpec.blocks, kSpec.block_q>& shown;
+
+  __device__ __forceinline__ explicit KeyTiles(const HopperBackwardParams& p,
+                                               QueryTiles<kSpec.blocks, kSpec.block_q>& shown)
+      : p(p),
+        shown(shown),
+        works(p.keys, p.sizes, takes_tickets() ? ticket() : blockIdx.x, gridDim.x, kSpec.deterministic) {
     skip_unseen();
   }
   __device__ __forceinline__ bool left() const { return works.left(); }
@@ -148,7 +159,8 @@ struct KeyTiles {
       const Work& work = works.work;
       const int first_key = work.tile * kSpec.block_k(), last_key = min(first_key + kSpec.block_k(), s.seqlen_k) - 1;
       seen = query_tiles_of(Band(s), {first_key, last_key}, kSpec.block_q);
-      if (seen.last >= seen.first) return;
+      if constexpr (kSpec.blocks) shown.begin(p.key_blocks, seen, work.batch, first_key, work.head * s.group, s.group);
+      if (kSpec.blocks ? shown.left() : seen.last >= seen.first) return;
       clear_rows(head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim), first_key, kSpec.block_k());
       clear_rows(head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v), first_key, kSpec.block_k());
     }
@@ -220,7 +232,7 @@ __device__ __forceinline__ void copy_logits(const HopperBackwardParams& p, Backw
 }
 
 // The warp that copies.
-template <HopperBackwardSpec kSpec>
+template <HopperBackwardSpec kSpec, bool kModded>
 __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
   using Tiles = BackwardTiles<kSpec>;
   constexpr int kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k(), kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -242,7 +254,8 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
     copy_tile<kBlockK, kDim>(tiles.k + slot * Tiles::kKBytes, p.k_map, full, first_key, work.head, work.batch);
   };
 
-  KeyTiles<kSpec> key_tiles(p);
+  __shared__ QueryTiles<kSpec.blocks, kBlockQ> shown;
+  KeyTiles<kSpec> key_tiles(p, shown);
   bool drained = true;
   while (key_tiles.left()) {
     const Work work = key_tiles.works.work;
@@ -250,9 +263,15 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
     const int count = seen.last - seen.first + 1;
     int tile = p.rotated ? seen.first + int(int64(work.tile) * count / p.keys.tiles) : seen.first;
     int in_group = 0, in_head = 0;
+    bool first_of_keys = true;
 #pragma unroll 1
     while (true) {
-      const bool begins = in_group == 0 && in_head == 0, last = in_group == s.group - 1 && in_head == count - 1;
+      const bool begins = kSpec.blocks ? first_of_keys : in_group == 0 && in_head == 0;
+      if constexpr (kSpec.blocks) {
+        tile = shown.tile, in_group = shown.head - work.head * s.group;
+        shown.next(p.key_blocks);
+      }
+      const bool last = kSpec.blocks ? !shown.left() : in_group == s.group - 1 && in_head == count - 1;
       const int slot = tiles.queries().slot(), first = tile * kBlockQ, head = work.head * s.group + in_group;
       if (last) key_tiles.next();
       // A block must not keep the keys of two works, each with one tile, while it waits for those of a third.
@@ -264,6 +283,7 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
         if constexpr (kSpec.alibi)
           tiles.alibi() = {change.slope(work.batch, head), work.tile * kBlockK - p.score.diagonal - first};
         if constexpr (Tiles::TileLogits::kAny) tiles.place() = {work.batch, head, first, work.tile * kBlockK};
+        if constexpr (kModded) tiles.head() = head;
         copy_queries(first, head, work.batch);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,
@@ -276,6 +296,10 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
       drained = drains;
       tiles.advance(last);
       if (last) break;
+      if constexpr (kSpec.blocks) {
+        first_of_keys = false;
+        continue;
+      }
       if (++tile > seen.last) tile = seen.first;
       if (++in_head == count) in_head = 0, ++in_group;
     }

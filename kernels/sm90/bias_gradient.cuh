@@ -106,7 +106,7 @@ __global__ void __cluster_dims__(kSpec.cluster(), 1, 1) __launch_bounds__(kSpec.
   if (warpgroup == kGroups) {
     give_registers<kSpec.copying_registers()>();
     const Tiles<kBlock * kSpec.cluster_q, kBlock * kSpec.cluster_k> tiles = {p};
-    Walk walk = walk_of(tiles, blockIdx.x / kCluster);
+    auto walk = walk_of<false>(tiles, blockIdx.x / kCluster);
     if (threadIdx.x % 128 == 0) {
       uint32 count = 0;
       const auto tell = [&](int flags) {
@@ -151,7 +151,6 @@ __global__ void __cluster_dims__(kSpec.cluster(), 1, 1) __launch_bounds__(kSpec.
         if (walk.ends_sum()) has_bias = false;
       }
     }
-    if constexpr (kCluster > 1) cluster_sync();
     return;
   }
 

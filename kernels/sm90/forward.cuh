@@ -3,6 +3,8 @@
 // the products of the next tile with the softmax of this one, and take turns at the tensor cores.
 #pragma once
 
+#include "any/mods.cuh"
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
@@ -26,12 +28,13 @@ struct HopperForwardParams {
   Score score;
   Sink sink;
   Dropout dropout;
+  BlockMask blocks;
   LogitMap bias, mask;
 };
 
-template <class T, HopperForwardSpec kSpec>
+template <class T, HopperForwardSpec kSpec, class Mods = NoMods>
 __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.threads(), 1)
-    hopper_forward(const __grid_constant__ HopperForwardParams p) {
+    hopper_forward(const __grid_constant__ Modified<HopperForwardParams, Mods> p) {
   constexpr int kGroups = kSpec.groups, kTeams = kSpec.teams, kWarpgroups = kTeams * kGroups;
   constexpr int kCluster = kSpec.cluster;
   constexpr int kBlockK = kSpec.block_k, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -43,7 +46,10 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr bool kStaged = kSpec.staged();
   using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
   static_assert(!GroupLogits::kAny || kTeams == 1, "a warp is left to copy them");
+  static_assert(!kSpec.blocks || !GroupLogits::kAny, "their tiles come for all keys");
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
+  static_assert(!kSpec.blocks || !kSpec.packed && kMaskTile % (64 * kCluster * kGroups) == 0,
+                "the rows of a tile have the same blocks");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
@@ -77,11 +83,15 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 
   const Sizes& s = p.sizes;
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
+  const auto shown_to = [&](const Work& work) {
+    return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, work.head, work.tile * block_q);
+  };
   Works works(p.order, s, blockIdx.x / kCluster * kTeams + team, gridDim.x / kCluster * kTeams);
 
   if (copies) {
@@ -113,11 +123,22 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
           ring.advance();
         };
         // The scores of a tile come before the product of the one before it: K0 K1 V0 K2 V1 ...
-        if (tiles.last >= tiles.first) load_k(tiles.last);
-        load_q();
+        if constexpr (kSpec.blocks) {
+          const auto shown = shown_to(work);
+          int before = shown.down(tiles.last, tiles.first);
+          if (before >= tiles.first) load_k(before);
+          load_q();
 #pragma unroll 1
-        for (int tile = tiles.last - 1; tile >= tiles.first; --tile) load_k(tile), load_v(tile + 1);
-        if (tiles.last >= tiles.first) load_v(tiles.first);
+          for (int tile; (tile = shown.down(before - 1, tiles.first)) >= tiles.first; before = tile)
+            load_k(tile), load_v(before);
+          if (before >= tiles.first) load_v(before);
+        } else {  // in words of its own, for the compiler makes more of them
+          if (tiles.last >= tiles.first) load_k(tiles.last);
+          load_q();
+#pragma unroll 1
+          for (int tile = tiles.last - 1; tile >= tiles.first; --tile) load_k(tile), load_v(tile + 1);
+          if (tiles.last >= tiles.first) load_v(tiles.first);
+        }
       }
     } else if (stores) {
       prefetch_map(p.out_map);
@@ -198,14 +219,25 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   // With a bias exponents are natural: in base 2, what is finite might not be.
   constexpr bool kNatural = kSpec.bias != kNoBias;
   const float exponent_log2 = kNatural ? kLog2E : change.scale_log2();
-  const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
+  int head[2], query[2];  // of this lane's rows, for functions of the user
+  // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
+  // may there be keys that do not exist.
+  const auto weigh = [&](int tile, bool first) {
     const int first_key = tile * kBlockK;
-    if constexpr (Change::kAny)
-      change.template apply<kSpec.float32_out ? 1 : 2>(
-          scores[0],
-          change.slant(
-              first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
-              [&](int half) { return slope[half]; }));
+    const auto slant = [&] {
+      return change.slant(
+          first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
+          [&](int half) { return slope[half]; });
+    };
+    constexpr int kPart = kSpec.float32_out ? 1 : 2;
+    if constexpr (Change::kModded) {
+      auto places = mod::Places<Rows::kQueries, kBlockK>::from(
+          s, works.work.batch, first_key, [&](int half) { return head[half]; }, [&](int half) { return query[half]; });
+      places.inside = !first;
+      change.template apply_mods<kPart>(scores[0], slant(), p.mods, places, [](int, int) { return 0.f; });
+    } else if constexpr (Change::kAny) {
+      change.template apply<kPart>(scores[0], slant());
+    }
     logits.wait();
     if constexpr (kSpec.bias != kNoBias) {
       auto bias = logits.row_bias(row_of(p.bias));
@@ -282,7 +314,13 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
     seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
-    const Range own = first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
+    // With a block mask all groups compute what one of them sees: it shows them the same.
+    const Range own = kSpec.blocks || first_query < s.seqlen_q
+                          ? tiles_of(band, kSpec.blocks ? work.tile * block_q : first_query,
+                                     kSpec.blocks ? block_q : queries, kBlockK)
+                          : Range{0, -1};
+    const auto shown = shown_to(work);
+    const int first_tile = shown.down(own.last, own.first);
     const int before = tiles.last - own.last,
               after = own.first - tiles.first;  // tiles of others, from the last one down
     softmax = {};
@@ -291,8 +329,14 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         slope[half] = change.slope(work.batch, head_of_row(work, warp_row + out[0].row(half)));
+    if constexpr (Change::kModded)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row + out[0].row(half);
+        head[half] = head_of_row(work, row), query[half] = query_of(row);
+      }
     q_ring.wait(group);
-    if (own.last >= own.first) {
+    if (first_tile >= own.first) {
       sit_out(before, true);
       ring.wait();
       turns.wait();
@@ -302,10 +346,11 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       ring.release();
       ring.advance();
       if (before > 0) skip(1);
-      weigh(own.last);
+      weigh(first_tile, true);
       round_weights();
 #pragma unroll 1
-      for (int tile = own.last - 1; tile >= own.first; --tile) {
+      for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
+           tile = shown.down(tile - 1, own.first)) {
         ring.wait();
         turns.wait();
         issue_scores();
@@ -314,7 +359,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         turns.pass_on();
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
-        const bool raised = weigh(tile);
+        const bool raised = weigh(tile, false);
         wgmma_wait<0>();  // out is there; v and the registers of the weights are free
         ring.release(1);
         ring.advance(2);
@@ -332,7 +377,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       if (after > 0) skip(1);
     } else {
       works.next();
-      if (tiles.last >= tiles.first) sit_out(tiles.last - tiles.first + 1, true), skip(1);
+      if (!kSpec.blocks && tiles.last >= tiles.first) sit_out(tiles.last - tiles.first + 1, true), skip(1);
     }
     finish(work);
   }
