@@ -40,6 +40,7 @@ from .spec import (
     BiasSumSpec,
     ForwardSpec,
     HopperBackwardSpec,
+    HopperBiasGradientSpec,
     HopperForwardSpec,
     HopperKeysSpec,
     HopperQueriesSpec,
@@ -281,6 +282,21 @@ BIAS_GRADIENT_SPARE = {
 
 # Of the kernel of dscore_mod, head_dim up to: (block_k, warps), ...: not timed.
 MOD_GRADIENT = {128: ((32, 4), (32, 2)), 256: ((32, 4), (16, 2))}
+
+# The same on Hopper, where q, k, v and dout have maps, head_dim up to: (cluster_q, cluster_k, slots), ... Not timed.
+# With the kernel above, at 8192, 2 batches and 16 heads of 128, a backward took 17.7 ms for a bias of the heads, 14.9
+# for one of all, 12.7 for one of keys, and 4.7 without. By count, at 128: the products of 128 queries and 128 keys take
+# 2048 cycles at best, 1.2 ms of that case at 1.7 GHz. In that time
+#   q, k, dout and v of a block                  128 KB, 64 bytes a cycle, where L2 gives a multiprocessor about 25;
+#                                                48 in pairs of blocks that share, 32 in clusters of two by two
+#   a 16-bit bias of the heads and its gradient  64 KB in two tiles, 16 bytes a cycle, where memory gives 17
+#   exponentials                                 1024 cycles: at 64 as many as the products
+#   instructions                                 650 of each of 8 warps: 1300 cycles
+# Predicted for that case: 1.8 to 2.6 ms, 2.4 to 3.0 in pairs, 3.2 to 4 alone. In the same units the portable kernel
+# needs 192 KB, and 4600 cycles of shared memory (ldmatrix).
+# Of a bias that has an element for each score, where the backward is split, the kernel of dq writes dbias: 4.3 GB in
+# that case, 1 ms, beside products of 3 ms. Predicted: 0 to 10 % of the backward.
+HOPPER_BIAS_GRADIENT = {64: ((2, 2, 4), (2, 2, 3)), 128: ((2, 2, 3), (2, 2, 2))}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -544,10 +560,11 @@ def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> b
 
 
 @functools.lru_cache(maxsize=1024)
-def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Variant]:
+def hopper_split_backward(problem: Problem, access: int, dbias: bool = False) -> tuple[Variant, Variant]:
     """Return Hopper's kernels of (dk, dv) and of dq, for arrays that its copy engine can read.
 
-    `access` is that of the gradients alone, which are written in 16, 4 or 2 bytes at once.
+    `access` is that of the gradients alone, which are written in 16, 4 or 2 bytes at once; with `dbias` the latter
+    writes dbias too.
     """
     access = 16 if access == 16 else min(access, 4)
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
@@ -560,11 +577,21 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
         return _with_logits(of, (table[width],)) if reads(problem) else of(table[width])
 
     keys = make(HopperKeysSpec, HOPPER_KEYS | HOPPER_KEYS_LOGITS if reads(problem) else HOPPER_KEYS)
-    queries = make(HopperQueriesSpec, HOPPER_QUERIES)
+    queries = replace(make(HopperQueriesSpec, HOPPER_QUERIES), dbias=dbias)
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys, problem.mods),
         Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries, problem.mods),
     )
+
+
+def stores_dbias(problem: Problem, shape: tuple) -> bool:
+    """Whether the kernel of dq of a split backward writes a dbias of `shape`: each of its elements is one of dS.
+
+    With softcap they differ by its derivative; wide heads and a mask leave no registers.
+    """
+    logits = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    return shape == logits and problem.softcap is None and not (problem.mask and wide)
 
 
 def before_backward(main: Variant, float32_out: bool, access: int) -> Variant:
@@ -602,7 +629,29 @@ def bias_gradient(
     return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec, problem.mods)
 
 
-def bias_tiles(problem: Problem, spec: BiasGradientSpec, shape: tuple) -> tuple[list, list]:
+@functools.lru_cache(maxsize=1024)
+def hopper_bias_gradient(problem: Problem, before: Variant, box_k: int) -> Variant | None:
+    """Return Hopper's kernel of dbias, None for wide heads and for options that it does not know.
+
+    `box_k`: rows that the maps of k and v copy at once.
+    """
+    width = max(problem.head_dim, problem.head_dim_v)
+    if width > max(HOPPER_BIAS_GRADIENT) or problem.dropout or _mixes(problem):
+        return None
+    d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
+    tiles_q, tiles_k = -(-problem.seqlen_q // 128), -(-problem.seqlen_k // 128)
+    more = before.spec.packed, *_change(problem)[:2], *_logits(problem)
+
+    def make(tiling, logit_slots):
+        cluster_q, cluster_k, slots = tiling
+        cluster = min(cluster_q, tiles_q), min(cluster_k, tiles_k)
+        return HopperBiasGradientSpec(d, dv, *cluster, slots, box_k, *more, logit_slots)
+
+    spec = _with_logits(make, HOPPER_BIAS_GRADIENT[min(n for n in HOPPER_BIAS_GRADIENT if n >= width)])
+    return Variant("sm90/bias_gradient.cuh", "hopper_bias_gradient", problem.dtype, spec)
+
+
+def bias_tiles(problem: Problem, spec: BiasGradientSpec | HopperBiasGradientSpec, shape: tuple) -> tuple[list, list]:
     """Return the tiles of scores along the axes that are summed, of one tile of dbias, and along the others."""
     counts = problem.batch, problem.heads_q, -(-problem.seqlen_q // spec.block_q), -(-problem.seqlen_k // spec.block_k)
     summed = [count for count, size in zip(counts, shape) if size == 1]

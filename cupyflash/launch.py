@@ -503,27 +503,32 @@ def _launch_sink(problem: Problem, before: Variant) -> tuple[Launch, ...]:
 
 
 def _launch_bias(
-    device: int, params: np.ndarray, problem: Problem, before: Variant, arrays: tuple, dbias
+    device: int, params: np.ndarray, problem: Problem, before: Variant, arrays: tuple, dbias, box_k: int | None = None
 ) -> tuple[tuple[Launch, ...], int]:
     """Write the field ``dbias``; return the launches, and how many floats their parts of sums take.
+
+    ``box_k``: rows that the maps of k and v copy at once, where ``params`` has maps.
 
     Tiles of dbias are independent. Where they are few, `chunks` blocks share each, and write parts; so do the warps of
     one block along an axis of a tile that is summed.
     """
     if dbias is None:
         return (), 0
-    access, mods_at = _access(problem, arrays[:4]), _mods_at(params)
-    main = choose.bias_gradient(problem, before, dbias.shape, access, _shared_limit(device), mods_at)
+    main = choose.hopper_bias_gradient(problem, before, box_k) if box_k else None
+    cluster = main.spec.cluster if main else 1
+    if main is None:
+        access, mods_at = _access(problem, arrays[:4]), _mods_at(params)
+        main = choose.bias_gradient(problem, before, dbias.shape, access, _shared_limit(device), mods_at)
     spec = main.spec
     of_one, tiles = map(math.prod, choose.bias_tiles(problem, spec, dbias.shape))
-    most = BIAS_BLOCKS * _attribute(device, "MultiProcessorCount") * spec.blocks_per_sm
+    most = BIAS_BLOCKS * (_attribute(device, "MultiProcessorCount") // cluster) * spec.blocks_per_sm
     share = -(-of_one // min(of_one, -(-most // tiles)))
     chunks = -(-of_one // share)  # none of which is empty
-    run = max(1, min(BIAS_RUN, tiles // most), -(-tiles // MAX_BLOCKS))
+    run = max(1, min(BIAS_RUN, tiles // most), -(-tiles * cluster // MAX_BLOCKS))
     _, _, rows, cols = dbias.shape
     parts = chunks * (spec.warps_q if rows == 1 else 1) * (spec.warps // spec.warps_q if cols == 1 else 1)
     params["dbias"] = (0, *dbias.shape, chunks, run, parts)
-    launches = (Launch.of(main, _blocks(-(-tiles // run), chunks)),)
+    launches = (Launch.of(main, _blocks(-(-tiles // run), chunks * cluster)),)
     if parts == 1:
         return launches, 0
     return (*launches, Launch.of(choose.bias_sum(main), _blocks(-(-dbias.size // 32), 1))), parts * dbias.size
@@ -573,7 +578,7 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, rest: Re
         most = most // tiles * tiles
     params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem, L2_SHARE_SUMMED))
     _fill_backward(params, problem, arrays, rest)
-    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest.dbias)
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest.dbias, spec.block_k)
     launches = (
         _launch_before(problem, before),
         Launch.of(main, min(most, runs), cooperative),
@@ -609,7 +614,8 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Res
     logits = {"bias_map": rest.bias, "mask_map": rest.mask}
     if not _fill_maps(params, problem, copied, (64, 64, 64, 64)) or not _fill_logit_maps(params, problem, logits, 64):
         return None
-    keys, queries = choose.hopper_split_backward(problem, _access(problem, (dq, dk, dv)))
+    dbias, stores = rest.dbias, rest.dbias is not None and choose.stores_dbias(problem, rest.dbias.shape)
+    keys, queries = choose.hopper_split_backward(problem, _access(problem, (dq, dk, dv)), stores)
     before = choose.before_backward(keys, out.dtype == np.float32, _access(problem, (copied[-1], out)))
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     head_bytes = 2 * (problem.head_dim + problem.head_dim_v) * max(problem.group * problem.seqlen_q, problem.seqlen_k)
@@ -620,7 +626,9 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Res
     params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
     params["sizes"] = sizes(problem, section)
     _fill_backward(params, problem, arrays, rest)
-    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest.dbias)
+    if stores:
+        params["dbias"], dbias = (0, *dbias.shape, 1, 1, 1), None
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, dbias, 64)
     launches = (
         _launch_before(problem, before),
         Launch.of(keys, min(most, runs_k)),

@@ -237,6 +237,7 @@ class HopperQueriesSpec(Spec):
     mask: bool = False
     logit_slots: int = 0
     blocks: bool = False
+    dbias: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128
 
@@ -390,6 +391,52 @@ class BiasGradientSpec(Spec):
     def shared_bytes(self) -> int:
         kept = self.dropout * self.block_q * self.block_k // 8
         return 2 * (self.block_q + self.block_k) * (self.head_dim + self.head_dim_v) + kept
+
+
+@dataclass(frozen=True)
+class HopperBiasGradientSpec(Spec):
+    """Of Hopper's kernel that computes dbias. Its tiles, and the warps that share one, are those of a cluster."""
+
+    head_dim: int
+    head_dim_v: int
+    cluster_q: int
+    cluster_k: int
+    slots: int
+    box_k: int
+    packed: bool
+    softcap: bool = False
+    alibi: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    logit_slots: int = 0
+
+    blocks_per_sm, threads = 1, 384
+
+    @property
+    def cluster(self) -> int:
+        return self.cluster_q * self.cluster_k
+
+    @property
+    def block_q(self) -> int:
+        return 128 * self.cluster_q
+
+    @property
+    def block_k(self) -> int:
+        return 128 * self.cluster_k
+
+    @property
+    def warps_q(self) -> int:
+        return 8 * self.cluster_q
+
+    @property
+    def warps(self) -> int:
+        return self.warps_q * self.cluster_k
+
+    @property
+    def shared_bytes(self) -> int:
+        width = -(-max(self.head_dim, self.head_dim_v) // 64) * 64
+        logits = self.logit_slots * _logit_bytes(self.bias, self.mask, 128, 128)
+        return 2 * self.slots * (128 + 128) * width + logits + 1024
 
 
 @dataclass(frozen=True)

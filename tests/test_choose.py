@@ -1,5 +1,6 @@
 """Every problem gets a kernel that fits the GPU and whose tiles the warps can share, or an error that says why not."""
 
+import math
 import re
 from dataclasses import replace
 from itertools import product
@@ -334,6 +335,45 @@ def test_bias_and_mask_on_hopper(bias, mask):
     assert choose.backward_elsewhere(replace(dropped, bias=bias, mask=mask)) and not choose.backward_elsewhere(dropped)
 
 
+@pytest.mark.parametrize("bias, mask", [*product(BIAS_TYPES[1:], (False, True))])
+def test_dbias_on_hopper(bias, mask):
+    """Clusters of two by two blocks of 128 queries and keys, or of as many as there are tiles."""
+    for d, dv, packed in product((1, 64, 65, 128), (40, 128), (False, True)):
+        one = replace(problem(d, dv), batch=2, seqlen_q=129, seqlen_k=129, bias=bias, mask=mask)
+        before = Variant("", "", "", choose.PrepareSpec(d, dv, packed, False, 16))
+        for lengths, cluster in (((129, 129), (2, 2)), ((128, 600), (1, 2)), ((600, 1), (2, 1)), ((1, 128), (1, 1))):
+            given = replace(one, seqlen_q=lengths[0], seqlen_k=lengths[1])
+            spec = choose.hopper_bias_gradient(given, before, 64).spec
+            assert (spec.cluster_q, spec.cluster_k) == cluster and spec.cluster == math.prod(cluster)
+            assert (spec.block_q, spec.block_k) == (128 * cluster[0], 128 * cluster[1])
+            assert (spec.warps_q, spec.warps) == (8 * cluster[0], 8 * spec.cluster), "16 rows and 128 columns each"
+            assert (spec.packed, spec.box_k, spec.mask, BIAS_TYPES[spec.bias]) == (packed, 64, mask, bias)
+            assert fits(spec, HOPPER_LIMIT) and spec.threads == 384 and 2 <= spec.slots <= 4 and spec.logit_slots > 0
+            assert {spec.head_dim, spec.head_dim_v} <= {64, 128} and spec.head_dim >= d and spec.head_dim_v >= dv
+            logits = 128 * 128 * ((4 if bias == "float32" else 2) + mask)
+            slot = 2 * 128 * 2 * max(spec.head_dim, spec.head_dim_v)
+            assert spec.shared_bytes == 1024 + spec.slots * slot + spec.logit_slots * logits
+    unknown = {"head_dim_v": 129}, {"dropout": 0.5}, {"blocks": True}, {"mods": object()}
+    assert not any(choose.hopper_bias_gradient(replace(one, **more), before, 64) for more in unknown)
+
+
+def test_dbias_beside_dq():
+    """An element for each score, and what dS is besides."""
+    for d, options, stored in (
+        (64, {}, True),
+        (192, {}, True),
+        (128, {"mask": True}, True),
+        (192, {"mask": True}, False),
+        (64, {"softcap": 2.0}, False),
+    ):
+        one = replace(problem(d), batch=2, heads_q=4, seqlen_q=5, seqlen_k=7, bias="float16", **options)
+        assert choose.stores_dbias(one, (2, 4, 5, 7)) == stored
+        assert not any(choose.stores_dbias(one, shape) for shape in ((1, 4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 7)))
+        keys, queries = (variant.spec for variant in choose.hopper_split_backward(one, 16, True))
+        assert queries.dbias and not hasattr(keys, "dbias")
+    assert not choose.hopper_split_backward(one, 16)[1].spec.dbias
+
+
 def test_shared_bytes_of_bias_and_mask():
     """In panels of 128 bytes a row: of a mask, 128 columns, even if only 64 are there."""
     plain = replace(problem(128), seqlen_k=513)
@@ -544,6 +584,17 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             choose.sink_gradient(choose.before_backward(choose.hopper_backward(problem(64), 4, False), True, 2)),
             "any/sink.cuh",
             "cupyflash::sink_gradient<cupyflash::bfloat16, cupyflash::SinkSpec{.warps=32, .packed=true}>",
+        ),
+        (
+            choose.hopper_bias_gradient(
+                replace(problem(64, 100), seqlen_q=200, seqlen_k=100, bias="bfloat16"),
+                Variant("", "", "", choose.PrepareSpec(64, 100, True, False, 16)),
+                128,
+            ),
+            "sm90/bias_gradient.cuh",
+            "cupyflash::hopper_bias_gradient<cupyflash::bfloat16, cupyflash::HopperBiasGradientSpec{.head_dim=64, "
+            ".head_dim_v=128, .cluster_q=2, .cluster_k=1, .slots=3, .box_k=128, .packed=true, .bias=2, "
+            ".logit_slots=1}>",
         ),
         (
             choose.bias_sum(Variant("", "", "float16", SimpleNamespace(bias=2))),

@@ -26,6 +26,7 @@ HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob(
 TOP_HEADERS = (
     *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
+    "sm90/bias_gradient.cuh",
     *("precise/forward.cuh", "precise/backward.cuh"),
     "sm80/mod_gradient.cuh",
 )
@@ -67,6 +68,14 @@ def bias_gradient(head_dim, head_dim_v=None, dtype="float16", bias="float32", sh
     return choose.bias_gradient(problem, before, shape, access, limit)
 
 
+def hopper_bias_gradient(head_dim, head_dim_v=None, dtype="float16", bias="float32", seqlen=300, packed=False,
+                         **options):  # fmt: skip
+    head_dim_v = head_dim_v or head_dim
+    problem = Problem(dtype, 2, seqlen, seqlen, 4, 4, head_dim, head_dim_v, 1.0, bias=bias, **options)
+    before = Variant("", "", dtype, spec.PrepareSpec(head_dim, head_dim_v, packed, False, 16))
+    return choose.hopper_bias_gradient(problem, before, 128 if packed else 64)
+
+
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
     """A copy of the CUDA sources that may be changed, under a path that is not ASCII."""
@@ -106,7 +115,7 @@ def test_header(header):
 def test_top_headers():
     """They are what the tables hold, on any GPU, and what a bias and a function of the user need."""
     variants = [variant for capability in choose.SHARED_LIMIT for variant in choose.variants(capability)]
-    more = {bias_gradient(64).header, "sm80/mod_gradient.cuh"}
+    more = {bias_gradient(64).header, hopper_bias_gradient(64).header, "sm80/mod_gradient.cuh"}
     assert {variant.header for variant in variants} == set(TOP_HEADERS) - more
 
 
@@ -328,7 +337,7 @@ def test_a_wrong_struct_twin_is_seen(wrong):
 SPECS = (
     *(spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec),
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
-    *(spec.BiasGradientSpec, spec.BiasSumSpec),
+    *(spec.BiasGradientSpec, spec.HopperBiasGradientSpec, spec.BiasSumSpec),
     *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
     spec.ModGradientSpec,
 )
@@ -443,6 +452,8 @@ def group_products(variant):
     if variant.template == "hopper_backward":  # S and dP twice, and dq
         width, keys = 2 * s.head_dim + 2 * s.head_dim_v, s.block_k
         return (width + 2 * keys) // 16, 2 * (s.block_q // 16)
+    if variant.template == "hopper_bias_gradient":
+        return (s.head_dim + s.head_dim_v) // 16, 0
     if variant.template == "hopper_queries":
         return 2 * (s.head_dim + s.head_dim_v) // 16, 2 * (64 // 16)
     if variant.template == "hopper_keys":
@@ -472,6 +483,9 @@ def some_variants(capability):
         *split_backward(256, dtype=dtype),
         *split_backward(192, 128, dtype=other, access=2),
         split_backward(64, 256, dtype=dtype)[0],
+        hopper_bias_gradient(64, dtype=dtype, bias="bfloat16"),
+        hopper_bias_gradient(128, dtype=other, bias="float16", packed=True),
+        hopper_bias_gradient(40, 128, dtype=other, bias="float32", seqlen=100),
     ]
     main = backward(128, dtype=dtype, limit=limit)
     return [
@@ -606,6 +620,21 @@ def test_dbias_fits(arch, head_dim):
     packed = arch == "sm_90" and 64 < head_dim <= 128  # where Hopper has one kernel
     how = {"bias": "float16", "packed": packed, "limit": choose.SHARED_LIMIT[int(arch[3:])], **EVERY_OPTION}
     assert_fits([bias_gradient(head_dim, shape=shape, **how) for shape in ((2, 4, 300, 300), (1, 4, 300, 300))], arch)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", (64, 128, 192))
+def test_dbias_fits_on_hopper(head_dim):
+    """In a kernel of its own, and beside dq; with what takes the most registers beside it."""
+    for bias in ("bfloat16", "float32"):
+        problem = Problem("bfloat16", 1, 300, 300, 2, 2, head_dim, head_dim, 1.0, bias=bias, alibi=True,
+                          mask=head_dim <= 128)  # fmt: skip
+        assert choose.stores_dbias(problem, (1, 2, 300, 300))
+        variants = [choose.hopper_split_backward(problem, access, True)[1] for access in (16, 2)]
+        if head_dim in choose.HOPPER_BIAS_GRADIENT:
+            for more in ({}, {"softcap": 2.0, "alibi": True}):
+                variants.append(hopper_bias_gradient(head_dim, dtype="bfloat16", bias=bias, mask=True, **more))
+        assert_fits(variants, "sm_90")
 
 
 @needs_nvrtc

@@ -9,7 +9,7 @@ import pytest
 import tools
 
 import cupyflash
-from cupyflash import structs, tensor_map
+from cupyflash import compiler, structs, tensor_map
 
 hopper = pytest.mark.skipif("sm90" not in tools.CUDA_PATHS, reason="needs a Hopper GPU")
 ADDRESS_WORD = 0
@@ -401,6 +401,53 @@ def test_bias_beside_other_options(paths_of_a_call, with_mask, which, options):
     assert paths == ["sm90", "sm90"]
     for name, result in results.items():
         tools.assert_close(name, BFLOAT16.host(result), *right[name])
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The templates of the kernels that calls ask for."""
+    built, kernel = set(), compiler.kernel
+
+    def build(variant, device):
+        built.add(variant.template)
+        return kernel(variant, device)
+
+    monkeypatch.setattr(compiler, "kernel", build)
+    return built
+
+
+DBIAS_CASES = {  # queries, keys, heads, head_dim, head_dim_v; with 15 tiles of a head and more, a cluster takes several
+    "64": (700, 1032, 36, 64, 64),
+    "64 and 96": (300, 272, 4, 64, 96),
+    "128": (700, 1032, 36, 128, 128),
+    "one block": (128, 120, 6, 40, 48),
+    "along the keys": (100, 600, 6, 128, 72),
+    "along the queries": (600, 104, 6, 96, 128),
+}
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "causal": True}, {"window": (100, 30)}, {"window": (0, 0)}])
+@pytest.mark.parametrize("shape", ["in full", "of a head", "for all heads", "for all queries", "of keys"])
+@pytest.mark.parametrize("case", DBIAS_CASES)
+def test_dbias_on_hopper(paths_of_a_call, built, case, shape, options):
+    """Sums of several tiles, several sums of a cluster, tiles that nobody sees; twice the same bits."""
+    seqlen_q, seqlen_k, heads, *head_dims = DBIAS_CASES[case]
+    x = tools.inputs(BFLOAT16, seqlen_q, seqlen_k, heads, heads, *head_dims)
+    size = [n if n < 4 else heads for n in logits_of(shape, 4, 4)][:2]
+    size += [seqlen_q if LOGIT_SHAPES[shape][2] else 1, seqlen_k]
+    rng = np.random.default_rng(3)
+    for dtype in ("bfloat16", "float32"):
+        bias = BFLOAT16.array(rng.normal(0, 1.5, size), tools.DTYPES[dtype])
+        right = tools.expectation(BFLOAT16, *x.qkv, x.dout, bias=bias, **options)
+        BFLOAT16.array(np.full(size, np.nan), bias.dtype)  # what its memory holds next
+        (one, paths), (other, _) = (paths_of_a_call("sm90", *x.qkv, x.dout, True, bias=bias, **options) for _ in "ab")
+        assert paths == ["sm90", "sm90"] and tools.same_bits(one["dbias"], other["dbias"])
+        for name, result in one.items():
+            tools.assert_close(name, BFLOAT16.host(result), *right[name])
+    beside_dq = shape == "in full" and "hopper_queries" in built and "softcap" not in options
+    assert ("hopper_bias_gradient" in built) != beside_dq and "bias_gradient" not in built
 
 
 @pytest.mark.gpu

@@ -75,7 +75,8 @@ STRUCTS = {
     **dict.fromkeys(("sm80/backward.cuh", "sm80/bias_gradient.cuh"), structs.BACKWARD_PARAMS),
     **dict.fromkeys(("any/around_backward.cuh", "any/sink.cuh"), structs.BACKWARD_PARAMS),
     **dict.fromkeys(
-        ("sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"), structs.HOPPER_BACKWARD_PARAMS
+        [f"sm90/{name}.cuh" for name in ("backward", "backward_keys", "backward_queries", "bias_gradient")],
+        structs.HOPPER_BACKWARD_PARAMS,
     ),
     "precise/forward.cuh": structs.PRECISE_FORWARD_PARAMS,
     "precise/backward.cuh": structs.PRECISE_BACKWARD_PARAMS,
@@ -384,7 +385,7 @@ def check(gpu, call):
         order = ["precise_delta" if "precise_keys" in order else "prepare_backward", *order]
         order += [] if {"hopper_queries", "precise_queries"} & {*order} else ["finish_backward"]
         order += ["sink_gradient"] if call.problem.sink else []
-        order += ["bias_gradient"] if call.problem.bias else []
+        order += kernels_of_dbias(call)
         order += ["add_bias_gradients"] if call.launched[-1].params["dbias"]["parts"] > 1 else []
         order += ["mod_gradient"] if call.problem.mods and call.problem.mods.tracked else []
     assert [one.variant.template for one in call.launched] == order
@@ -399,6 +400,24 @@ def check(gpu, call):
         check_workspace(gpu, call, packed)
 
 
+def kernels_of_dbias(call):
+    """None where that of dq writes it: no sums, nor the derivative of softcap."""
+    problem, on_hopper = call.problem, call.main[0].startswith("hopper")
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    if not problem.bias or stores_dbias(call):
+        return []
+    return ["hopper_bias_gradient" if on_hopper and not wide else "bias_gradient"]
+
+
+def stores_dbias(call):
+    problem = call.problem
+    if "hopper_queries" not in call.main or not problem.bias or problem.softcap is not None:
+        return False
+    logits = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    wide = max(problem.head_dim, problem.head_dim_v) > 128
+    return call.arrays["dbias"].size == math.prod(logits) and not (wide and problem.mask)
+
+
 def check_launch(gpu, call, one, packed):
     problem, spec, template = call.problem, one.spec, one.variant.template
     assert exists(one.variant.header, template)
@@ -406,7 +425,12 @@ def check_launch(gpu, call, one, packed):
     assert one.threads == spec.threads and one.shared_bytes == spec.shared_bytes
     assert one.shared_bytes * getattr(spec, "blocks_per_sm", 1) <= choose.SHARED_LIMIT[gpu.capability]
     assert 0 < one.blocks < 1 << 31
-    if template in (*call.main, "bias_gradient", "mod_gradient"):
+    if template == "hopper_queries":
+        assert spec.dbias == stores_dbias(call)
+        if spec.dbias:
+            of_logits = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+            assert one.params["dbias"].item() == (call.arrays["dbias"].ctypes.data, *of_logits, 1, 1, 1)
+    if template in (*call.main, "bias_gradient", "hopper_bias_gradient", "mod_gradient"):
         options = problem.softcap is not None, problem.alibi, problem.dropout > 0
         assert tuple(getattr(spec, name, False) for name in ("softcap", "alibi", "dropout")) == options
         assert getattr(spec, "bias", 0) == BIAS_TYPES.index(problem.bias)
@@ -423,7 +447,7 @@ def check_launch(gpu, call, one, packed):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
     if template in ("forward", "hopper_forward", "prepare_backward"):
         assert spec.float32_out == (call.arrays["out"].dtype == np.float32)
-    if template in ("prepare_backward", "sink_gradient", "bias_gradient", "mod_gradient"):
+    if template in ("prepare_backward", "sink_gradient", "bias_gradient", "hopper_bias_gradient", "mod_gradient"):
         assert spec.packed == packed
     with_mods = (*call.main, "bias_gradient", "mod_gradient")
     assert one.variant.mods == (problem.mods if template in with_mods else None)
@@ -489,7 +513,7 @@ def check_blocks(call, one):
         assert spec.head_dim % spec.finished_cols == 0
         warps = pairs_q * tiles(problem.seqlen_q, 16) * spec.head_dim // spec.finished_cols
         assert one.blocks == tiles(warps, spec.warps)
-    elif template == "bias_gradient":
+    elif template in ("bias_gradient", "hopper_bias_gradient"):
         check_sums(call, one)
     elif template == "add_bias_gradients":
         assert spec.bias == BIAS_TYPES.index(problem.bias)
@@ -525,7 +549,10 @@ def check_order(call, one):
 
 
 def check_sums(call, one):
-    """Every tile of scores is added once, where it belongs, and every part of a sum is written once."""
+    """Every tile of scores is added once, where it belongs, and every part of a sum is written once.
+
+    By blocks or, on Hopper, by clusters of them, whose warps share the tile of the cluster.
+    """
     problem, spec, record = call.problem, one.spec, one.params["dbias"]
     counts = (
         problem.batch,
@@ -539,10 +566,12 @@ def check_sums(call, one):
     # As the kernel does: positions count along the axes that are summed first, from the last one on.
     order = [axis for axis in (3, 2, 1, 0) if shape[axis] == 1] + [axis for axis in (3, 2, 1, 0) if shape[axis] > 1]
     of_one = math.prod(n for n, size in zip(counts, shape) if size == 1)
-    assert spec.summed == (of_one > 1)
+    assert getattr(spec, "summed", of_one > 1) == (of_one > 1)
+    cluster = getattr(spec, "cluster", 1)
+    assert one.blocks % cluster == 0
     added = np.zeros(counts, int)
     written = np.zeros((parts, *shape), int)
-    for block in range(one.blocks):
+    for block in range(one.blocks // cluster):
         if chunks > 1:
             share, start, chunk = tiles(of_one, chunks), block // chunks * of_one, block % chunks
             positions = range(start + chunk * share, start + min(of_one, (chunk + 1) * share))
@@ -627,7 +656,7 @@ def check_logit_map(call, spec, record, x):
         assert not record["map"].any()
         return
     rows, heads = spec.block_q if isinstance(spec, choose.HopperBackwardSpec) else 64, 1  # of a warpgroup
-    if getattr(spec, "packed", False):
+    if isinstance(spec, choose.HopperForwardSpec) and spec.packed:
         rows, heads = 64 // call.problem.group, call.problem.group
     own = [n > 1 and stride != 0 for n, stride in zip(x.shape[:3], x.strides)]
     assert [record[axis] for axis in ("batch", "head", "row")] == own
@@ -700,6 +729,8 @@ def check_maps(call, one):
         assert spec.staged == params["out_map"].any()
     elif one.variant.template == "hopper_backward":
         rows |= dict.fromkeys(("q", "dout"), (spec.block_q, 1)) | dict.fromkeys(("k", "v"), (spec.block_k, 1))
+    elif one.variant.template == "hopper_bias_gradient":  # made for others
+        rows |= dict.fromkeys(("k", "v"), (spec.box_k, 1))
     for name in names:
         x, words = call.arrays[name], params[name if params.dtype[name] == structs.MAP else f"{name}_map"]
         kind, (box_rows, box_heads) = tensor_map.ELEMENT_TYPES[call.problem.dtype], rows[name]

@@ -112,6 +112,7 @@ struct HopperQueriesSpec {   // of the kernel of dq
   bool mask;
   int logit_slots;  // tiles of bias and mask in flight
   bool blocks;
+  bool dbias;  // stores dS: no element of dbias is a sum
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
@@ -150,6 +151,23 @@ struct BiasGradientSpec {  // of the kernel of dbias
   bool mask;
   bool blocks;
   int mods_at;  // bytes of the struct before functions of the user
+};
+
+struct HopperBiasGradientSpec {  // of Hopper's
+  int head_dim, head_dim_v;      // 64 or 128
+  int cluster_q, cluster_k;      // blocks of a cluster along the queries and the keys, 128 of each
+  int slots;                     // tiles of q and k, or of dout and v, in flight
+  int box_k;                     // keys that come with one copy
+  bool packed;                   // delta and lse as `statistic_of` says
+  bool softcap, alibi;
+  int bias;  // BiasType
+  bool mask;
+  int logit_slots;  // tiles of bias and mask in flight, of a group
+
+  __device__ constexpr int cluster() const { return cluster_q * cluster_k; }
+  __device__ constexpr int threads() const { return 384; }
+  __device__ constexpr int registers() const { return 232; }
+  __device__ constexpr int copying_registers() const { return 40; }
 };
 
 struct BiasSumSpec {  // of the kernel that adds its parts

@@ -10,134 +10,14 @@
 // equal bits.
 #pragma once
 
-#include "any/logits.cuh"
+#include "any/bias_tiles.cuh"
 #include "any/mods.cuh"
-#include "core/blocks.cuh"
 #include "core/dropout.cuh"
-#include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "sm80/tile.cuh"
 
 namespace cupyflash {
-
-template <int kBias>
-struct BiasElement {
-  using Type = float;
-};
-template <>
-struct BiasElement<kFloat16Bias> {
-  using Type = float16;
-};
-template <>
-struct BiasElement<kBfloat16Bias> {
-  using Type = bfloat16;
-};
-
-// The tiles of S of all heads, one after the other: first along the axes that are summed, so that those of one tile of
-// dbias follow each other, then along the others; the keys before the queries, heads and batches.
-enum Axis { kKeys, kQueries, kHeads, kBatches, kAxes };
-
-template <int kBlockQ, int kBlockK>
-struct Tiles {
-  const BackwardParams& p;  // all is computed where it is used: a loop has no registers for it
-
-  __device__ __forceinline__ int count(int axis) const {
-    const Sizes& s = p.sizes;
-    return axis == kKeys      ? (s.seqlen_k + kBlockK - 1) / kBlockK
-           : axis == kQueries ? (s.seqlen_q + kBlockQ - 1) / kBlockQ
-           : axis == kHeads   ? s.heads_q
-                              : s.batch;
-  }
-  __device__ __forceinline__ bool summed(int axis) const {
-    const BiasGradient& g = p.dbias;
-    return (axis == kKeys ? g.cols : axis == kQueries ? g.rows : axis == kHeads ? g.heads : g.batches) == 1;
-  }
-  // Those of one tile of dbias, or the tiles of dbias.
-  __device__ __forceinline__ int64 number(bool of_one) const {
-    int64 product = 1;
-#pragma unroll
-    for (int axis = 0; axis < kAxes; ++axis)
-      if (summed(axis) == of_one) product *= count(axis);
-    return product;
-  }
-};
-
-template <bool kBlocks, int kBlockQ, int kBlockK>
-struct Walk {  // through some of them
-  const Tiles<kBlockQ, kBlockK>& tiles;
-  int64 left;  // of the tiles, with the present one
-  int at[kAxes];
-
-  __device__ __forceinline__ Walk(const Tiles<kBlockQ, kBlockK>& tiles, int64 first, int64 last)
-      : tiles(tiles), left(last - first) {
-#pragma unroll
-    for (int i = 0; i < 2 * kAxes; ++i) {
-      const int axis = i % kAxes;
-      if (tiles.summed(axis) != i < kAxes) continue;
-      at[axis] = first % tiles.count(axis), first /= tiles.count(axis);
-    }
-  }
-  __device__ __forceinline__ void next() {
-    --left;
-    bool carry = true;
-#pragma unroll
-    for (int i = 0; i < 2 * kAxes; ++i) {
-      const int axis = i % kAxes;
-      if (!carry || tiles.summed(axis) != i < kAxes) continue;
-      carry = ++at[axis] == tiles.count(axis);
-      if (carry) at[axis] = 0;
-    }
-  }
-  __device__ __forceinline__ int row() const { return at[kQueries] * kBlockQ; }
-  __device__ __forceinline__ int col() const { return at[kKeys] * kBlockK; }
-  __device__ __forceinline__ Range rows() const { return {row(), min(row() + kBlockQ, tiles.p.sizes.seqlen_q) - 1}; }
-  // Of the row of a block mask in which it lies.
-  __device__ __forceinline__ ShownTiles<kBlocks, kBlockK> shown() const {
-    return ShownTiles<kBlocks, kBlockK>::of(tiles.p.blocks, at[kBatches], at[kHeads], row());
-  }
-  __device__ __forceinline__ bool seen(const Band& band) const {
-    const Range keys = keys_of_any(band, rows());
-    return max(keys.first, col()) <= min(keys.last, col() + kBlockK - 1) && shown().has(at[kKeys]);
-  }
-  // Whether the next one is of another tile of dbias, or of another block.
-  __device__ __forceinline__ bool ends_sum() const {
-    bool last = true;
-#pragma unroll
-    for (int axis = 0; axis < kAxes; ++axis) last &= !tiles.summed(axis) || at[axis] == tiles.count(axis) - 1;
-    return last || left == 1;
-  }
-};
-
-// The sum over all rows, left in the first one; and over all columns.
-template <int kCols, int kRowTiles>
-__device__ __forceinline__ void add_rows(Accumulator<kCols> (&x)[kRowTiles]) {
-#pragma unroll
-  for (int j = 0; j < kCols / 8; ++j)
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float sum = 0.f;
-#pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) sum += x[t].x[j][i] + x[t].x[j][i + 2];
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
-      x[0].x[j][i] = sum;
-    }
-}
-template <int kCols, int kRowTiles>
-__device__ __forceinline__ void add_cols(Accumulator<kCols> (&x)[kRowTiles]) {
-#pragma unroll
-  for (int t = 0; t < kRowTiles; ++t)
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      float sum = 0.f;
-#pragma unroll
-      for (int j = 0; j < kCols / 8; ++j) sum += x[t].x[j][i] + x[t].x[j][i + 1];
-#pragma unroll
-      for (int step = 1; step < 4; step *= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
-      x[t].x[0][i] = sum;
-    }
-}
 
 template <class T, BiasGradientSpec kSpec, class Mods = NoMods>
 __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
@@ -157,25 +37,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   uint32* const kept_words = reinterpret_cast<uint32*>(shared + (v_tile.base + v_tile.kBytes - q_tile.base));
 
   const Sizes& s = p.sizes;
-  const BiasGradient& g = p.dbias;
   const Tiles<kBlockQ, kBlockK> tiles = {p};
-  const int64 of_sum = tiles.number(true);
-  const int chunk = blockIdx.x % g.chunks;
-  int64 first, last;
-  if (g.chunks > 1) {  // some of the tiles of one sum, or all those of `run` sums
-    const int64 of_chunk = (of_sum + g.chunks - 1) / g.chunks, start = blockIdx.x / g.chunks * of_sum;
-    first = start + chunk * of_chunk, last = start + min(of_sum, (chunk + 1) * of_chunk);
-  } else {
-    first = int64(blockIdx.x) * g.run * of_sum;
-    last = min(first + g.run * of_sum, tiles.number(false) * of_sum);
-  }
-
   const Band band(s);
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, true, Mods>;
   const Change change = {p.score, s};
 
   static_assert(!kSpec.blocks || kMaskTile % kBlockQ == 0, "the rows have the same blocks");
-  Walk<kSpec.blocks, kBlockQ, kBlockK> now(tiles, first, last), next = now;  // next: the next tile that is seen
+  auto now = walk_of<kSpec.blocks>(tiles, blockIdx.x), next = now;  // next: the next tile that is seen
   while (next.left > 0 && !next.seen(band)) next.next();
   bool new_rows = true, new_keys = true;  // whether it lacks what the tile before had
   const auto load_scores = [&] {
@@ -304,34 +172,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     }
     if (!now.ends_sum()) continue;
 
-    const bool sums_rows = tiles.summed(kQueries), sums_cols = tiles.summed(kKeys);
-    if (sums_rows) add_rows(sum);
-    if (sums_cols) add_cols(sum);
-    const int row = sums_rows ? 0 : first_row, col = sums_cols ? 0 : first_col;
-    const int64 of_head = int64(g.rows) * g.cols;
-    const int64 place = ((g.batches == 1 ? 0 : int64(batch) * g.heads) + (g.heads == 1 ? 0 : head)) * of_head;
-    if (g.parts == 1) {
-      using Out = typename BiasElement<kSpec.bias>::Type;
-      const Matrix target = {reinterpret_cast<char*>(static_cast<Out*>(g.data) + place), g.cols * int64(sizeof(Out)),
-                             g.rows, g.cols};
-      bool wide = false;
-      if constexpr (!kSpec.summed && sizeof(Out) == 2 && kCols % 32 == 0) {
-        wide = g.cols % 8 == 0 && reinterpret_cast<uint64>(g.data) % 16 == 0;
-        if (wide)
-#pragma unroll
-          for (int t = 0; t < kRowTiles; ++t) store_wide<Out>(sum[t], target, row + 16 * t, col);
-      }
-      if (!wide)
-#pragma unroll
-        for (int t = 0; t < kRowTiles; ++t) store_direct<Out, sizeof(Out)>(sum[t], target, row + 16 * t, col);
-    } else {
-      const int of_rows = sums_rows ? kWarpsQ : 1, of_cols = sums_cols ? kWarpsK : 1;
-      const int part = (chunk * of_rows + (sums_rows ? warp_q : 0)) * of_cols + (sums_cols ? warp_k : 0);
-      float* const sums = p.dbias_parts + part * (int64(g.batches) * g.heads * of_head) + place;
-      const Matrix target = {reinterpret_cast<char*>(sums), 4ll * g.cols, g.rows, g.cols};
-#pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) store_direct<float, 4>(sum[t], target, row + 16 * t, col);
-    }
+    const int chunk = blockIdx.x % p.dbias.chunks;
+    store_sum<kSpec.bias, !kSpec.summed>(sum, p,
+                                         {batch, head, first_row, first_col, chunk, warp_q, kWarpsQ, warp_k, kWarpsK});
     if constexpr (kSpec.summed) clear_sum();
   }
 }

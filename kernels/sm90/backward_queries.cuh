@@ -2,8 +2,10 @@
 // queries, whose q and dout stay in shared memory, and goes through the keys that they see. One warpgroup copies; each
 // of the others computes, for 64 queries,
 //   S = q k^T    P = exp(scale S - lse)    dP = dout v^T    dS = P (dP - delta)    dq += dS k
+// dS is the gradient of a bias that has an element for each score.
 #pragma once
 
+#include "any/bias_tiles.cuh"
 #include "any/mods.cuh"
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
@@ -199,6 +201,11 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       ds.template operand<T>(weights[step], step);
     }
   };
+  const auto store_dbias = [&](int tile) {
+    const Work& work = works.work;
+    if constexpr (kSpec.dbias)
+      store_scores<kSpec.bias>(ds, p.dbias, work.batch, work.head, first_query + warp_row, tile * kBlockK);
+  };
   // The wait for the next k, or the release of q, stands between the exponentials and the wait for dP: the compiler
   // would move them behind it.
   const auto finish_tile = [&](int tile, bool last) {
@@ -213,6 +220,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     v_ring.release();
     v_ring.advance();
     weigh();
+    store_dbias(tile);
   };
 
 #pragma unroll 1
@@ -258,6 +266,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       k_ring.release();
       k_ring.advance();
       q_ring.advance(), dout_ring.advance();
+    }
+    if constexpr (kSpec.dbias) {  // what no query of the tile sees
+      ds.clear();
+#pragma unroll 1
+      for (int tile = 0; tile * kBlockK < s.seqlen_k; ++tile)
+        if (tile < tiles.first || tile > tiles.last) store_dbias(tile);
     }
     dq.scale_rows(s.scale, s.scale);
     const Matrix target = head_of(p.dq, work.batch, work.head, s.seqlen_q, s.head_dim);
