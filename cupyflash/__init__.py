@@ -1,10 +1,11 @@
 """Exact attention, forward and backward, on CUDA GPUs from Python, without a build."""
 
-from . import reference
+from . import padding, reference
 from .attention import AttentionGradients, attention, attention_backward
 from .dropout import dropout_mask
 from .merge import merge_attention
 from .roofline import roofline
+from .varlen import attention_varlen, attention_varlen_backward
 
 __version__ = "0.1.0"
 
@@ -13,8 +14,11 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
     "dropout_mask",
     "merge_attention",
+    "padding",
     "reference",
     "roofline",
 ]

@@ -179,9 +179,11 @@ def given(problem) -> Problem:
     return replace(problem, **fields)
 
 
-def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bias=None, mask=None) -> Problem:
-    """Problem of a forward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, q=q, k=k, v=v)
+def forward(
+    gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bias=None, mask=None, sequences=None
+) -> Problem:
+    """Problem of a forward call of NumPy arrays, or of CuPy arrays when `gpu`; `sequences`: how many are packed."""
+    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, q=q, k=k, v=v, sequences=sequences)
     if out is not None:
         _check_out(problem, q, out)
         if _overlaps_itself(out):
@@ -189,23 +191,51 @@ def forward(gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bi
                 f"out has shape {out.shape} and strides {out.strides}: its elements overlap or interleave;"
                 " allowed: each element in memory of its own"
             )
-    return problem
+    return problem if sequences is None else packed(problem, options, sequences)
 
 
 def backward(
-    gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=None, sink=None, bias=None, mask=None
+    gpu,
+    options,
+    *,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dlse=None,
+    alibi_slopes=None,
+    sink=None,
+    bias=None,
+    mask=None,
+    sequences=None,
 ) -> Problem:
-    """Problem of a backward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, q=q, k=k, v=v, dout=dout)
+    """Problem of a backward call of NumPy arrays, or of CuPy arrays when `gpu`; `sequences`: how many are packed."""
+    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, q=q, k=k, v=v, dout=dout, sequences=sequences)
     _check_out(problem, q, out)
     _check_shape("dout", dout, out.shape, "that of out")
     for name, x in (("lse", lse), ("dlse", dlse)):
         if x is not None:
             _check_lse(problem.dtype, name, x, (*q.shape[:-3], problem.heads_q, problem.seqlen_q))
-    return problem
+    return problem if sequences is None else packed(problem, options, sequences)
 
 
-def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
+def packed(problem, options, batch) -> Problem:
+    """The same of so many packed sequences, from that of all their rows as one."""
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    left, right = (None if side is None or side >= longest else side for side in (options.left, options.right))
+    return replace(problem, batch=batch, varlen=options.corner, diagonal=0, left=left, right=right)
+
+
+def segment(problem, seqlen_q, seqlen_k) -> Problem:
+    """The dense problem of one of packed sequences."""
+    options = Options(problem.varlen, problem.left, problem.right)
+    band = dict(zip(("diagonal", "left", "right"), _band(options, seqlen_q, seqlen_k, problem.alibi)))
+    return replace(problem, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, varlen=None, **band)
+
+
+def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, sequences=None, **more):
     arrays = {"q": q, "k": k, "v": v, **more}
     _check_dtypes(arrays)
     dtype = DTYPES[q.dtype]
@@ -214,7 +244,7 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
             f"q has dtype {dtype}; allowed on the GPU: {', '.join(GPU_DTYPES)}; "
             f"on the host, as NumPy arrays: {', '.join(DTYPES.values())}"
         )
-    _check_axes(arrays)
+    _check_axes(arrays, sequences is not None)
     *batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[-3:]
     if k.shape[:-1] != v.shape[:-1]:
@@ -237,7 +267,7 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
             f"q has seqlen {seqlen_q} and k has seqlen {seqlen_k}; allowed: less than {MAX_SEQLENS} together"
         )
     if slopes is not None:
-        _check_slopes(dtype, slopes, (*batch, heads_q))
+        _check_slopes(dtype, slopes, (*(batch if sequences is None else [sequences]), heads_q))
     if sink is not None:
         _check_lse_dtype(dtype, "sink", sink)
         _check_shape("sink", sink, (heads_q,), "(heads_q,)")
@@ -251,7 +281,7 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, **more):
             if gpu:  # what the portable kernels have of it was not run yet, and none computes dbias
                 raise NotImplementedError(f"{name} is given; allowed on the GPU: None; on the host: NumPy arrays")
     if options.dropout:
-        counted(**dict(zip(("batch",), batch)), heads=heads_q)
+        counted(**dict(zip(("batch",), batch if sequences is None else [sequences])), heads=heads_q)
     return Problem(
         dtype,
         *(batch or [1]),
@@ -351,13 +381,12 @@ def _check_dtypes(arrays):
         raise TypeError(f"{got}; allowed: {', '.join(DTYPES.values())}, the same for all")
 
 
-def _check_axes(arrays):
+def _check_axes(arrays, are_packed=False):
     first = next(iter(arrays.values()))
-    if first.ndim not in (3, 4) or any(x.ndim != first.ndim for x in arrays.values()):
+    if first.ndim not in ((3,) if are_packed else (3, 4)) or any(x.ndim != first.ndim for x in arrays.values()):
         got = ", ".join(f"{name} has shape {x.shape}" for name, x in arrays.items())
-        raise ValueError(
-            f"{got}; allowed: (batch, seqlen, heads, head_dim) for all, or (seqlen, heads, head_dim) for all"
-        )
+        dense = "(batch, seqlen, heads, head_dim) for all, or (seqlen, heads, head_dim) for all"
+        raise ValueError(f"{got}; allowed: " + ("(total, heads, head_dim) for all" if are_packed else dense))
 
 
 def _check_shape(name, x, shape, whose):

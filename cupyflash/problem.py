@@ -32,6 +32,8 @@ class Problem:
     dropout: float = 0.0  # a multiple of 2**-32
     bias: str | None = None  # dtype of the bias that is given
     mask: bool = False  # a mask is given
+    varlen: str | None = None  # packed sequences, as many as batches: the corner of the diagonal of each; the lengths
+    # are those of all together, and left and right what was given
 
     @property
     def group(self) -> int:
