@@ -40,6 +40,7 @@ from .spec import (
     HopperKeysSpec,
     HopperQueriesSpec,
     PrepareSpec,
+    SegmentsSpec,
     SinkSpec,
     Variant,
 )
@@ -263,12 +264,12 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     def make(tiling):
         _, _, warps, out_warps_q, *_ = tiling
         columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask, bool(problem.varlen)
         return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
     if problem.bias or problem.mask:
         first = FORWARD_LOGITS
-    elif any(_change(problem)):
+    elif any(_change(problem)) or problem.varlen:
         first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
     else:
         first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
@@ -314,7 +315,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     def make(tiling):
         _, _, warps, _, grad_warps_k, dq_warps_q, *_ = tiling
         columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask
+        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask, bool(problem.varlen)
         return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
     reads = problem.bias is not None or problem.mask
@@ -384,19 +385,26 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
 def before_backward(main: Variant, float32_out: bool, access: int) -> Variant:
     """Return the kernel before `main`; `access` is that of dout and out."""
     packed = isinstance(main.spec, HopperBackwardSpec)
-    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, packed, float32_out, access)
+    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, packed, float32_out, access, main.spec.varlen)
     return Variant("any/around_backward.cuh", "prepare_backward", main.dtype, spec)
 
 
 def after_backward(main: Variant) -> Variant:
     """Return the kernel after `main`, where that left a sum of dq."""
-    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, False, False, main.spec.access)
+    of_main = main.spec
+    spec = PrepareSpec(of_main.head_dim, of_main.head_dim_v, False, False, of_main.access, of_main.varlen)
     return Variant("any/around_backward.cuh", "finish_backward", main.dtype, spec)
 
 
 def sink_gradient(before: Variant) -> Variant:
     """Return the kernel of dsink, of what `before` left."""
-    return Variant("any/sink.cuh", "sink_gradient", before.dtype, SinkSpec(32, before.spec.packed))
+    spec = SinkSpec(32, before.spec.packed, before.spec.varlen)
+    return Variant("any/sink.cuh", "sink_gradient", before.dtype, spec)
+
+
+def segments(main: Variant) -> Variant:
+    """Return the kernel before all others where sequences are packed."""
+    return Variant("any/segments.cuh", "prepare_segments", main.dtype, SegmentsSpec(32))
 
 
 def variants(capability: int) -> tuple[Variant, ...]:

@@ -80,10 +80,7 @@ class Plan:
 
     @classmethod
     def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=()) -> Plan:
-        slots = tuple(
-            params.dtype.fields[name][1] // 8 + (tensor_map.address_word() if params.dtype[name] == MAP else 0)
-            for name in names
-        )
+        slots = tuple([_word(params.dtype, name) for name in names])
         kernels = tuple(launch.kernel for launch in launches)
         calls = tuple(launch.call for launch in launches)
         return cls(calls, kernels, params.view(np.uint64), slots, workspace)
@@ -105,6 +102,14 @@ class Plan:
         for function, before, after in self.calls:
             function(*before, stream, address, *after)
         self.idle.append((words, arguments, address))
+
+
+def _word(dtype: np.dtype, name: str) -> int:
+    """The word of a struct that holds the pointer `name`: the first one of that field, "field" or "field.field"."""
+    outer, _, inner = name.partition(".")
+    kind, offset, *_ = dtype.fields[outer]
+    more = tensor_map.address_word() if kind == MAP else kind.fields[inner][1] // 8 if inner else 0
+    return offset // 8 + more
 
 
 def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None) -> None:

@@ -52,6 +52,7 @@ class ForwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    varlen: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -80,6 +81,7 @@ class HopperForwardSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    varlen: bool = False
 
     blocks_per_sm = 1
 
@@ -122,6 +124,7 @@ class BackwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    varlen: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -147,6 +150,7 @@ class HopperBackwardSpec(Spec):
     access: int
     softcap: bool = False
     alibi: bool = False
+    varlen: bool = False
 
     blocks_per_sm = 1
 
@@ -179,6 +183,7 @@ class HopperKeysSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    varlen: bool = False
 
     blocks_per_sm, threads, block_k = 1, 384, 64
 
@@ -203,6 +208,7 @@ class HopperQueriesSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    varlen: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128
 
@@ -212,11 +218,19 @@ class HopperQueriesSpec(Spec):
 
 
 @dataclass(frozen=True)
+class SegmentsSpec(Spec):
+    """Of the kernel that finds the tiles of packed sequences."""
+
+    warps: int
+
+
+@dataclass(frozen=True)
 class SinkSpec(Spec):
     """Of the kernel that computes dsink."""
 
     warps: int
     packed: bool
+    varlen: bool = False
 
 
 @dataclass(frozen=True)
@@ -228,6 +242,7 @@ class PrepareSpec(Spec):
     packed: bool
     float32_out: bool
     access: int
+    varlen: bool = False
 
     warps = 8
 

@@ -1,5 +1,5 @@
 """The parameter structs of the kernels: NumPy twins of those in ``kernels/core/params.cuh`` and, for Hopper's, of
-``kernels/sm90/forward.cuh`` and ``kernels/sm90/backward_params.cuh``. Strides count elements.
+``kernels/sm90/forward.cuh`` and ``kernels/sm90/backward_params.cuh``, and of ``kernels/any/segments.cuh``. Strides count elements.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ SCORE = np.dtype([*_SCORE, *((n, "f4") for n in ("inside", "cap")), ("diagonal",
 SINK = np.dtype([("data", "u8"), ("head", "i8")], align=True)
 LOGIT_ARRAY = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "row", "col"))], align=True)
 DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4")])
+TILE_KINDS = ("queries", "keys", "blocks", "statistics")  # TileKind
+TILE_LIST = np.dtype([(n, "i4") for n in ("at", "rows", "paired", "bound")])
+TILE_LISTS = np.dtype((TILE_LIST, len(TILE_KINDS)))
+SEGMENT_WORDS, TABLE_HEAD = 8, 8  # of 32 bits: a Segment, and Segments::kHead
+SEGMENTS = np.dtype([("table", "u8"), ("lower_right", "i4"), ("lists", TILE_LISTS)], align=True)
 FORWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY)]
     + [("sizes", SIZES), ("score", SCORE), ("sink", SINK), ("dropout", DROPOUT)]
-    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY)],
+    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY), ("segments", SEGMENTS)],
     align=True,
 )
 BACKWARD_PARAMS = np.dtype(
@@ -39,6 +44,7 @@ BACKWARD_PARAMS = np.dtype(
         ("dropout", DROPOUT),
         ("bias", LOGIT_ARRAY),
         ("mask", LOGIT_ARRAY),
+        ("segments", SEGMENTS),
     ],
     align=True,
 )
@@ -47,10 +53,10 @@ ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "pai
 MAP = np.dtype(("u8", tensor_map.WORDS))
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score", "sink", "dropout"],
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT],
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704],
-        "itemsize": 768,
+        "names": "q k v out_map out lse sizes order queries score sink dropout segments".split(),
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT, SEGMENTS],
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704, 720],
+        "itemsize": 832,
     }
 )
 # The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
@@ -66,10 +72,21 @@ HOPPER_BACKWARD_PARAMS = np.dtype(
         "itemsize": _maps + 576,
     }
 )
+_LENGTHS = [("starts", "u8"), ("used", "u8"), *((n, "i4") for n in ("wide_starts", "wide_used", "total"))]
+LENGTHS = np.dtype(_LENGTHS, align=True)
+CLEARED = np.dtype([("array", ARRAY), *((n, "i4") for n in ("heads", "units", "item"))], align=True)
+SEGMENTS_PARAMS = np.dtype(
+    [("lengths_q", LENGTHS), ("lengths_k", LENGTHS), ("batch", "i4"), ("longest_keys", "i4"), ("segments", SEGMENTS)]
+    + [*((n, CLEARED) for n in ("of_q", "of_k", "of_v")), ("lse", ROW_ARRAY), ("heads", "i4")],
+    align=True,
+)
 # And the seed, in the place of one.
-FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "bias", "mask")
+FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "bias", "mask", "segments")
 BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"),)
+SEGMENTS_POINTERS = tuple(f"lengths_{side}.{name}" for side in "qk" for name in ("starts", "used"))
+SEGMENTS_POINTERS += ("segments", "of_q", "of_k", "of_v", "lse")
 HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map")
+MOST = (1 << 31) - 1
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 LARGEST = float(np.finfo(np.float32).max)
@@ -111,7 +128,9 @@ def fill_dropout(params: np.ndarray, problem: Problem) -> None:
 
 
 def sizes(problem: Problem, section: int) -> tuple:
-    """The values of SIZES; ``section``: heads that run together, so that what they share stays in L2."""
+    """The values of SIZES; ``section``: heads that run together, so that what they share stays in L2, or, of packed
+    sequences, the rows that they share then.
+    """
     low = -UNBOUNDED if problem.left is None else problem.diagonal - problem.left
     high = UNBOUNDED if problem.right is None else problem.diagonal + problem.right
     used = math.copysign(max(abs(problem.scale), TINY), problem.scale)

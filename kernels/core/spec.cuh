@@ -16,6 +16,7 @@ struct ForwardSpec {
   bool softcap, alibi, dropout;
   int bias;  // BiasType
   bool mask;
+  bool varlen;
 
   __device__ constexpr int rows_per_warp() const { return block_q / warps; }
   // P stays in registers where the warp that made it is the one that needs it.
@@ -34,6 +35,7 @@ struct HopperForwardSpec {
   bool float32_out;
   int access;  // of the stores of out; 16: by the copy engine
   bool softcap, alibi, dropout;
+  bool varlen;
 
   __device__ constexpr bool staged() const { return access == 16; }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
@@ -56,6 +58,7 @@ struct BackwardSpec {
   bool softcap, alibi, dropout;
   int bias;  // BiasType
   bool mask;
+  bool varlen;
 
   // P and dS stay in registers where the warp that made them is the one that needs them.
   __device__ constexpr bool p_in_registers() const { return score_warps_k == warps && grad_warps_k == warps; }
@@ -70,6 +73,7 @@ struct HopperBackwardSpec {
   bool deterministic;
   int access;  // of the stores of dk and dv
   bool softcap, alibi;
+  bool varlen;
 
   __device__ constexpr int block_k() const { return 64 * groups; }
   __device__ constexpr int threads() const { return 128 * (groups + 1); }
@@ -83,6 +87,7 @@ struct HopperKeysSpec {      // of the kernel of dk and dv
   int slots, slots_dout;     // tiles of q and of dout in flight
   int access;                // of the stores of dk and dv
   bool softcap, alibi, dropout;
+  bool varlen;
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return 240; }
@@ -94,15 +99,21 @@ struct HopperQueriesSpec {   // of the kernel of dq
   int slots, slots_v;        // tiles of k and of v in flight
   int access;                // of the stores of dq
   bool softcap, alibi, dropout;
+  bool varlen;
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return 240; }
   __device__ constexpr int copying_registers() const { return 24; }
 };
 
+struct SegmentsSpec {  // of the kernel that finds the tiles of packed sequences
+  int warps;           // 32: a scan over them is one of a warp
+};
+
 struct SinkSpec {  // of the kernel of dsink
   int warps;       // 32, so that one of them adds what all have summed
   bool packed;     // delta as `statistic_of` says
+  bool varlen;
 };
 
 struct PrepareSpec {
@@ -110,6 +121,7 @@ struct PrepareSpec {
   bool packed;  // delta and lse as `statistic_of` says
   bool float32_out;
   int access;
+  bool varlen;
 
   // A row is read by 16 bytes a lane, and 64 lanes read neighbouring heads: whole kilobytes.
   __device__ constexpr int lanes() const { return head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32; }

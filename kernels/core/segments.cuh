@@ -1,0 +1,109 @@
+// Packed sequences: which one an item of work belongs to, and where its rows are. A kernel of dense arrays, whose
+// batches have one length, gets the same from the sizes of the call, by the same names.
+#pragma once
+
+#include "core/work.cuh"
+
+namespace cupyflash {
+
+// The sequence of an item. A head of its arrays is `head_of(array, q() or k(), ...)`.
+template <bool kVarlen>
+struct Place {
+  const Sizes& sizes;
+  int batch;
+
+  __device__ __forceinline__ int q() const { return batch; }
+  __device__ __forceinline__ int k() const { return batch; }
+  __device__ __forceinline__ int diagonal(const Score& score) const { return score.diagonal; }
+  // Where a head begins in dq_sum, in blocks of 16 rows, and in the packed statistics, in rows.
+  __device__ __forceinline__ int64 block(int head) const {
+    return (int64(batch) * sizes.heads_q + head) * ((sizes.seqlen_q + 15) / 16);
+  }
+  __device__ __forceinline__ int64 statistic(int head) const {
+    return (int64(batch) * sizes.heads_q + head) * statistic_rows(sizes.seqlen_q);
+  }
+};
+
+// Of a packed array, every row is the first of a batch: the stride of a batch is that of a row.
+template <>
+struct Place<true> {
+  Sizes sizes;  // of this sequence
+  const Segments& segments;
+  Segment segment;
+  int to_diagonal;
+
+  __device__ __forceinline__ Place(const Sizes& all, const Segments& segments, int batch)
+      : sizes(all), segments(segments), segment(segments.all()[batch]) {
+    sizes.seqlen_q = segment.seqlen_q, sizes.seqlen_k = segment.seqlen_k;
+    to_diagonal = segments.lower_right ? segment.seqlen_k - segment.seqlen_q : 0;
+    sizes.low += to_diagonal, sizes.high += to_diagonal;  // what hides no key still hides none
+  }
+  __device__ __forceinline__ int q() const { return segment.first_q; }
+  __device__ __forceinline__ int k() const { return segment.first_k; }
+  __device__ __forceinline__ int diagonal(const Score&) const { return to_diagonal; }
+  __device__ __forceinline__ int64 block(int head) const {
+    return int64(head) * segments.lists[kBlocks].bound + segment.first[kBlocks];
+  }
+  __device__ __forceinline__ int64 statistic(int head) const {
+    return (int64(head) * segments.lists[kStatistics].bound + segment.first[kStatistics]) * kStatisticTile;
+  }
+};
+
+// The work of an item of so many heads, in the order of the runs of all sequences; its batch is the number of the
+// sequence. Within one the order is that of the other `find_work`, in sections of heads that share `sizes.section`
+// rows.
+__device__ inline Work find_work(const Segments& segments, TileKind kind, const Sizes& s, int heads, uint32 item,
+                                 bool descending) {
+  const TileList& list = segments.lists[kind];
+  const int sequence = segments.sequence(kind, item / heads);
+  const Segment segment = segments.all()[sequence];
+  const int shared_rows = kind == kQueryTiles ? segment.seqlen_k : segment.seqlen_q;
+  const int section = max(1, s.section / max(1, shared_rows)) * (heads / (s.heads_q / s.group));
+  Work work = find_work(item - uint32(segment.first[kind]) * heads, segment.runs(list, kind), 1, heads,
+                        min(section, heads), descending);
+  work.batch = sequence;
+  return work;
+}
+
+// The one tile of a block, which is item `index`; the batch is -1 where there is none.
+template <bool kVarlen, TileKind kKind>
+__device__ __forceinline__ Work find_tile(const Sizes& s, const Segments& segments, int rows, uint32 index) {
+  const int heads = kKind == kQueryTiles ? s.heads_q : s.heads_q / s.group;
+  constexpr bool kDescending = kKind == kQueryTiles;  // the last tiles of queries are the longest of a causal mask
+  if constexpr (kVarlen) {
+    if (index >= uint32(segments.runs(kKind)) * heads) return {0, -1, 0};
+    return find_work(segments, kKind, s, heads, index, kDescending);
+  } else {
+    const int length = kKind == kQueryTiles ? s.seqlen_q : s.seqlen_k;
+    return find_work(index, (length + rows - 1) / rows, s.batch, heads, s.section, kDescending);
+  }
+}
+
+template <bool kVarlen>
+__device__ __forceinline__ Place<kVarlen> place_of(const Sizes& s, const Segments& segments, int batch) {
+  if constexpr (kVarlen)
+    return Place<true>(s, segments, batch);
+  else
+    return {s, batch};
+}
+
+// The first row of block `index` of 16 rows, which are counted from tile to tile of kKind through all batches, and its
+// batch; -1 where there is none.
+struct RowBlock {
+  int batch, first_row;
+};
+template <bool kVarlen, TileKind kKind, class Index>
+__device__ __forceinline__ RowBlock find_rows(const Sizes& s, const Segments& segments, Index index) {
+  constexpr int kRows = kKind == kStatistics ? kStatisticTile : 16, kPart = kRows / 16;
+  if constexpr (kVarlen) {
+    const Index tile = index / kPart;
+    if (tile >= segments.runs(kKind)) return {-1, 0};
+    const int batch = segments.sequence(kKind, tile);
+    return {batch, int(tile - segments.all()[batch].first[kKind]) * kRows + int(index % kPart) * 16};
+  } else {
+    const int blocks = (kKind == kStatistics ? statistic_rows(s.seqlen_q) : s.seqlen_q + 15) / 16;
+    return {int(index / blocks), int(index % blocks) * 16};
+  }
+}
+
+}  // namespace cupyflash
