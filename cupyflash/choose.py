@@ -289,13 +289,13 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
     def tiling_and_packed(table):
         row = table[min(limit for limit in table if limit >= max(d, dv))]
-        tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT)]
-        return tiling, access == 16 and not problem.dropout and _packing_pays(problem, tiling[1] * tiling[3])
+        tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT or problem.varlen is not None)]
+        return tiling, access == 16 and not problem.dropout and not problem.varlen and _packing_pays(problem, tiling[1] * tiling[3])
 
     tiling, packed = tiling_and_packed(HOPPER_FORWARD)
     if problem.dropout or any(_change(problem)) and (packed or access < 16):
         tiling, packed = tiling_and_packed(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)
-    spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem))
+    spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem), bool(problem.varlen))
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
 
 
@@ -334,7 +334,8 @@ def split(problem: Problem) -> bool:
     With dropout always: the one kernel has no registers left for it.
     """
     width = max(problem.head_dim, problem.head_dim_v)
-    return problem.dropout > 0 or width > 128 or width > 64 and problem.seqlen_k <= SPLIT
+    seqlen_k = problem.seqlen_k // problem.batch if problem.varlen else problem.seqlen_k  # of packed sequences the mean
+    return problem.dropout > 0 or width > 128 or width > 64 and seqlen_k <= SPLIT
 
 
 def drops_elsewhere(problem: Problem) -> bool:
@@ -352,7 +353,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     access = 16 if access == 16 else min(access, 4)
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2])
+    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2], bool(problem.varlen))
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
 
 
@@ -374,8 +375,9 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
     access = 16 if access == 16 else min(access, 4)
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
     width = min(n for n in HOPPER_KEYS if n >= max(d, dv))
-    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, *_change(problem))
-    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, *_change(problem))
+    more = *_change(problem), bool(problem.varlen)
+    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, *more)
+    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, *more)
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
         Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),

@@ -100,6 +100,10 @@ struct alignas(32) Segment {  // one sequence
   }
 };
 
+struct PackedRows {  // those of one sequence
+  int first, count;
+};
+
 struct Segments {   // made by any/segments.cuh
   int* table;       // how many runs each list has, room, the segments, and the lists
   int lower_right;  // the corner where the diagonal of a sequence is; else the other

@@ -14,6 +14,9 @@ struct Place {
 
   __device__ __forceinline__ int q() const { return batch; }
   __device__ __forceinline__ int k() const { return batch; }
+  // The same for the copy engine.
+  __device__ __forceinline__ int rows_q() const { return batch; }
+  __device__ __forceinline__ int rows_k() const { return batch; }
   __device__ __forceinline__ int diagonal(const Score& score) const { return score.diagonal; }
   // Where a head begins in dq_sum, in blocks of 16 rows, and in the packed statistics, in rows.
   __device__ __forceinline__ int64 block(int head) const {
@@ -40,6 +43,8 @@ struct Place<true> {
   }
   __device__ __forceinline__ int q() const { return segment.first_q; }
   __device__ __forceinline__ int k() const { return segment.first_k; }
+  __device__ __forceinline__ PackedRows rows_q() const { return {segment.first_q, segment.seqlen_q}; }
+  __device__ __forceinline__ PackedRows rows_k() const { return {segment.first_k, segment.seqlen_k}; }
   __device__ __forceinline__ int diagonal(const Score&) const { return to_diagonal; }
   __device__ __forceinline__ int64 block(int head) const {
     return int64(head) * segments.lists[kBlocks].bound + segment.first[kBlocks];
@@ -48,22 +53,6 @@ struct Place<true> {
     return (int64(head) * segments.lists[kStatistics].bound + segment.first[kStatistics]) * kStatisticTile;
   }
 };
-
-// The work of an item of so many heads, in the order of the runs of all sequences; its batch is the number of the
-// sequence. Within one the order is that of the other `find_work`, in sections of heads that share `sizes.section`
-// rows.
-__device__ inline Work find_work(const Segments& segments, TileKind kind, const Sizes& s, int heads, uint32 item,
-                                 bool descending) {
-  const TileList& list = segments.lists[kind];
-  const int sequence = segments.sequence(kind, item / heads);
-  const Segment segment = segments.all()[sequence];
-  const int shared_rows = kind == kQueryTiles ? segment.seqlen_k : segment.seqlen_q;
-  const int section = max(1, s.section / max(1, shared_rows)) * (heads / (s.heads_q / s.group));
-  Work work = find_work(item - uint32(segment.first[kind]) * heads, segment.runs(list, kind), 1, heads,
-                        min(section, heads), descending);
-  work.batch = sequence;
-  return work;
-}
 
 // The one tile of a block, which is item `index`; the batch is -1 where there is none.
 template <bool kVarlen, TileKind kKind>

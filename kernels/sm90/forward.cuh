@@ -6,9 +6,9 @@
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
+#include "core/segments.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
-#include "core/work.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile.cuh"
 #include "sm90/wgmma.cuh"
@@ -25,6 +25,7 @@ struct HopperForwardParams {
   Score score;
   Sink sink;
   Dropout dropout;
+  Segments segments;
 };
 
 template <class T, HopperForwardSpec kSpec>
@@ -40,6 +41,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots;
   constexpr bool kStaged = kSpec.staged();
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
+  static_assert(!kSpec.varlen || !kSpec.packed && kCluster == 1);
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
@@ -66,13 +68,15 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     __syncthreads();
 
   const Sizes& s = p.sizes;
-  const Band band(s);
+  using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
-  Works works(p.order, s, blockIdx.x / kCluster * kTeams + team, gridDim.x / kCluster * kTeams);
+  Works<kSpec.varlen> works(p.order, s, p.segments, blockIdx.x / kCluster * kTeams + team,
+                            gridDim.x / kCluster * kTeams);
+  const auto find_place = [&] { return place_of<kSpec.varlen>(s, p.segments, works.work.batch); };
 
   if (copies) {
     give_registers<kSpec.copying_registers()>();
@@ -81,25 +85,26 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       const int q_bytes = kSpec.packed ? panels(kDim) * queries * s.group * kRowBytes : kQBytes;
       for (; works.left(); works.next()) {
         const Work& work = works.work;
-        const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
+        const Where place = find_place();
+        const Range tiles = tiles_of(Band(place.sizes), work.tile * block_q, block_q, kBlockK);
         const int head_q = head_of_q(work), head_k = head_q / s.group;
         const auto load_q = [&] {
 #pragma unroll 1
           for (int group = 0; group < kGroups; ++group) {
             const uint32 target = q_base + q_ring.slot() * kQSlot;
             const int row = work.tile * block_q + (rank * kGroups + group) * queries;
-            copy_tile<64, kDim>(target, p.q, q_ring.acquire(q_bytes), row, head_q, work.batch);
+            copy_tile<64, kDim>(target, p.q, q_ring.acquire(q_bytes), row, head_q, place.rows_q());
             q_ring.advance();
           }
         };
         const auto load_k = [&](int tile) {
           const uint32 target = base + ring.slot() * kSlot, full = ring.acquire(kKBytes);
-          copy_tile<kBlockK, kDim, kCluster>(target, p.k, full, tile * kBlockK, head_k, work.batch, rank);
+          copy_tile<kBlockK, kDim, kCluster>(target, p.k, full, tile * kBlockK, head_k, place.rows_k(), rank);
           ring.advance();
         };
         const auto load_v = [&](int tile) {
           const uint32 target = base + ring.slot() * kSlot, full = ring.acquire(kVBytes);
-          copy_tile<kBlockK, kDimV, kCluster>(target, p.v, full, tile * kBlockK, head_k, work.batch, rank);
+          copy_tile<kBlockK, kDimV, kCluster>(target, p.v, full, tile * kBlockK, head_k, place.rows_k(), rank);
           ring.advance();
         };
         // The scores of a tile come before the product of the one before it: K0 K1 V0 K2 V1 ...
@@ -111,17 +116,19 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       }
     } else if (stores) {
       prefetch_map(p.out_map);
-      for (; works.left(); works.next())
+      for (; works.left(); works.next()) {
+        const Where place = find_place();
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
           barrier_wait(out_full + 8 * q_ring.slot(), q_ring.parity());
           store_tile<64, kDimV>(p.out_map, q_base + q_ring.slot() * kQSlot,
                                 works.work.tile * block_q + (rank * kGroups + group) * queries, head_of_q(works.work),
-                                works.work.batch);
+                                place.rows_q());
           wait_for_stores();
           barrier_arrive(q_ring.empty(q_ring.slot()));
           q_ring.advance();
         }
+      }
     }
     return;
   }
@@ -159,16 +166,17 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     wgmma_commit();
   };
   float factor[2], slope[2] = {};
-  const auto weigh = [&](int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
+  const auto weigh = [&](const Where& place,
+                         int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
     const int first_key = tile * kBlockK;
     if constexpr (Change::kAny)
       change.template apply<kSpec.float32_out ? 1 : 2>(
           scores[0],
           change.slant(
-              first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
+              first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + place.diagonal(p.score); },
               [&](int half) { return slope[half]; }));
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
-      scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
+      scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return Band(place.sizes).keys(query_of(row)); });
     bool raised = false;  // of this warp: its out is not there yet, and to wait is for the warpgroup
     softmax.weigh(scores, change.scale_log2(), [&](const float (&by)[1][2]) {
       factor[0] = by[0][0], factor[1] = by[0][1];
@@ -182,7 +190,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll
     for (int step = 0; step < kBlockK / 16; ++step) scores[0].template operand<T>(weights[step], step);
   };
-  const auto finish = [&](const Work& work) {  // out and lse
+  const auto finish = [&](const Where& place, const Work& work) {  // out and lse
     const int slot = q_ring.slot(group);
     float inverse[2], lse[2];
 #pragma unroll
@@ -191,8 +199,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       const int head = head_of_row(work, row);
       softmax.finish(0, half, change.scale(), p.sink.of(head), inverse[half], lse[half]);
       if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
-      if (p.lse.data != nullptr && lane_index() % 4 == 0 && query < min(first_query + queries, s.seqlen_q))
-        p.lse.at(work.batch, head)[query * p.lse.row] = lse[half];
+      if (p.lse.data != nullptr && lane_index() % 4 == 0 && query < min(first_query + queries, place.sizes.seqlen_q))
+        p.lse.at(place.q(), head)[query * p.lse.row] = lse[half];
     }
     out[0].scale_rows(inverse[0], inverse[1]);
     if constexpr (kStaged) {
@@ -202,7 +210,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       __syncwarp();
       if (lane_index() == 0) barrier_arrive(out_full + 8 * slot);
     } else {
-      const Matrix target = head_of(p.out, work.batch, work.head, s.seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
+      const Matrix target =
+          head_of(p.out, place.q(), work.head, place.sizes.seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
       if constexpr (kSpec.float32_out)
         store_direct<float, 4>(out[0], target, first_query + warp_row, 0);
       else
@@ -223,10 +232,13 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll 1
   while (works.left()) {
     const Work work = works.work;
+    const Where place = find_place();
+    const Band band(place.sizes);
+    const int seqlen_q = place.sizes.seqlen_q;
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
-    seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
+    seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
-    const Range own = first_query < s.seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
+    const Range own = first_query < seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
     const int before = tiles.last - own.last,
               after = own.first - tiles.first;  // tiles of others, from the last one down
     softmax = {};
@@ -246,7 +258,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       ring.release();
       ring.advance();
       if (before > 0) skip(1);
-      weigh(own.last);
+      weigh(place, own.last);
       round_weights();
 #pragma unroll 1
       for (int tile = own.last - 1; tile >= own.first; --tile) {
@@ -258,7 +270,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         turns.pass_on();
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
-        const bool raised = weigh(tile);
+        const bool raised = weigh(place, tile);
         wgmma_wait<0>();  // out is there; v and the registers of the weights are free
         ring.release(1);
         ring.advance(2);
@@ -278,7 +290,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       works.next();
       if (tiles.last >= tiles.first) sit_out(tiles.last - tiles.first + 1, true), skip(1);
     }
-    finish(work);
+    finish(place, work);
   }
   turns.close();
   if constexpr (kCluster > 1) cluster_sync();  // nobody leaves whom the other may still tell of a free slot
