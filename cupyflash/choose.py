@@ -290,7 +290,9 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     def tiling_and_packed(table):
         row = table[min(limit for limit in table if limit >= max(d, dv))]
         tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT or problem.varlen is not None)]
-        return tiling, access == 16 and not problem.dropout and not problem.varlen and _packing_pays(problem, tiling[1] * tiling[3])
+        return tiling, access == 16 and not problem.dropout and not problem.varlen and _packing_pays(
+            problem, tiling[1] * tiling[3]
+        )
 
     tiling, packed = tiling_and_packed(HOPPER_FORWARD)
     if problem.dropout or any(_change(problem)) and (packed or access < 16):
@@ -320,7 +322,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 
     reads = problem.bias is not None or problem.mask
     plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads)
-    spare = problem.dropout or access < 16 and any(_change(problem))
+    spare = problem.dropout or (access < 16 or problem.varlen) and any(_change(problem))
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
     if reads:
         first = BACKWARD_SPARE | BACKWARD_LOGITS
@@ -328,14 +330,15 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
-def split(problem: Problem) -> bool:
+def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    With dropout always: the one kernel has no registers left for it.
+    With dropout always: the one kernel has no registers left for it; nor, above 64, to keep packed sequences in order.
     """
     width = max(problem.head_dim, problem.head_dim_v)
     seqlen_k = problem.seqlen_k // problem.batch if problem.varlen else problem.seqlen_k  # of packed sequences the mean
-    return problem.dropout > 0 or width > 128 or width > 64 and seqlen_k <= SPLIT
+    short = seqlen_k <= SPLIT or problem.varlen is not None and deterministic
+    return problem.dropout > 0 or width > 128 or width > 64 and short
 
 
 def drops_elsewhere(problem: Problem) -> bool:
@@ -353,7 +356,9 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     access = 16 if access == 16 else min(access, 4)
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    spec = HopperBackwardSpec(d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2], bool(problem.varlen))
+    spec = HopperBackwardSpec(
+        d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2], bool(problem.varlen)
+    )
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
 
 

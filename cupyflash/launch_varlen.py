@@ -11,14 +11,17 @@ from dataclasses import dataclass, replace
 import cupy
 import numpy as np
 
-from . import choose, launch
+from . import choose, launch, tensor_map
 from .launch import Launch, Plan
 from .problem import Problem
+from .spec import Variant
 from .structs import (
     BACKWARD_PARAMS,
     BACKWARD_POINTERS,
     FORWARD_PARAMS,
-    FORWARD_POINTERS,
+    HOPPER_BACKWARD_PARAMS,
+    HOPPER_FORWARD_PARAMS,
+    HOPPER_POINTERS,
     MOST,
     SEGMENT_WORDS,
     SEGMENTS_PARAMS,
@@ -56,6 +59,13 @@ class Tiles:
             at += bounds[kind]
         return cls((0, problem.varlen == "lower_right", lists), bounds, at)
 
+    @classmethod
+    def in_runs(cls, problem: Problem, kind: str, rows: int, heads: int, places: int, **more) -> Tiles:
+        """With a list for persistent blocks, in pairs as `launch._order` has them; `places` run at once."""
+        alone = cls.of(problem, **{kind: (rows, False)})
+        paired = problem.banded and heads * alone.bounds[kind] > places
+        return cls.of(problem, **{kind: (rows, paired)}, **more)
+
 
 @dataclass(frozen=True)
 class _Pass:
@@ -81,7 +91,7 @@ def forward(problem: Problem, indices: dict, q, k, v, out, lse, slopes, sink, se
     plan = _plan(_plan_forward, problem, indices, arrays, (lse, slopes, sink), ())
     pointers = [launch._pointer(x) for x in (*arrays, lse, slopes, sink)]
     table = _prepare(plan, indices, pointers[3], 0, 0, pointers[4])
-    plan.main.run(*pointers, seed, 0, 0, table)
+    plan.main.run(*pointers, seed, table)
 
 
 def backward(
@@ -118,7 +128,7 @@ def backward(
     launch.keep_for_graph(delta, dq_sum, turn)
     pointers = [launch._pointer(x) for x in (*arrays, lse, dlse, delta, dq_sum, turn, slopes, sink, dsink)]
     table = _prepare(plan, indices, *pointers[5:8], 0)
-    plan.main.run(*pointers, seed, 0, 0, table)
+    plan.main.run(*pointers, seed, 0, 0, table, *pointers[:4])  # the first four again: into maps, if there are any
 
 
 def keep_for_graph(*temporaries) -> None:
@@ -154,7 +164,9 @@ def _plan(make, problem: Problem, indices: dict, arrays: tuple, rows: tuple, mor
     return plan
 
 
-def _plan_before(problem: Problem, main, tiles: Tiles, indices: dict, cleared: dict, lse, longest_keys: bool) -> Plan:
+def _plan_before(
+    problem: Problem, main: Variant, tiles: Tiles, indices: dict, cleared: dict, lse, longest_keys: bool
+) -> Plan:
     """The kernel before all others; `cleared`: the results, by the fields that they are cleared by."""
     params = np.zeros(1, SEGMENTS_PARAMS)
     for side, total in (("q", problem.seqlen_q), ("k", problem.seqlen_k)):
@@ -179,24 +191,18 @@ def _fill(record, name: str, x) -> None:
         record[name]["batch"] = record[name]["row"]
 
 
-def _rows_in_l2(bytes_of_a_row: int) -> int:
-    return min(MOST, max(1, launch.L2_SHARE // bytes_of_a_row))
+def _rows_in_l2(row_bytes: int, share: int = launch.L2_SHARE) -> int:
+    """Rows of so many bytes that heads which run side by side may share."""
+    return min(MOST, max(1, share // row_bytes))
 
 
-def _plan_forward(device: int, problem: Problem, indices: dict, arrays: list, lse, slopes, sink) -> _Pass:
-    float32_out = arrays[3].dtype == np.float32
-    access = launch._access(problem, arrays[:3] if float32_out else arrays)
-    variant = choose.forward(problem, access, float32_out, launch._shared_limit(device), launch._capability(device))
-    tiles = Tiles.of(problem, queries=(variant.spec.block_q, False))
-    params = np.zeros(1, FORWARD_PARAMS)
-    params["sizes"] = sizes(problem, _rows_in_l2(2 * (problem.head_dim + problem.head_dim_v)))
-    for name, x in zip(("q", "k", "v", "out"), arrays):
-        _fill(params[0], name, x)
-    _fill(params[0], "lse", None if lse is None else lse[None])
-    _fill_options(params, problem, tiles, slopes, sink)
-    blocks = launch._blocks(problem.heads_q, tiles.bounds["queries"])
-    main = Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
-    return _Pass(_plan_before(problem, variant, tiles, indices, {"of_q": arrays[3]}, lse, True), main, tiles.words)
+def _path(device: int) -> str:
+    return choose.path(launch._capability(device), cupy.cuda.nvrtc.getVersion())
+
+
+def _order(heads: int) -> tuple:
+    """The struct `Order`, of which kernels of packed sequences read the heads; the rest is in the table."""
+    return heads, 0, 0, 0, False
 
 
 def _fill_options(params: np.ndarray, problem: Problem, tiles: Tiles, slopes, sink) -> None:
@@ -206,55 +212,194 @@ def _fill_options(params: np.ndarray, problem: Problem, tiles: Tiles, slopes, si
     params["segments"] = tiles.struct
 
 
+def _fill_maps(params: np.ndarray, problem: Problem, boxes: dict) -> bool:
+    """Whether the driver makes the maps; `boxes`: the array and the rows of a box, by the name of a map."""
+    for name, (x, rows) in boxes.items():
+        words = tensor_map.encode(x, problem.dtype, rows, packed=True)
+        if words is None:
+            return False
+        params[name] = words
+    return True
+
+
+# ---------------------------------------------------------------------------------------------- forward
+
+
+def _plan_forward(device: int, problem: Problem, indices: dict, arrays: list, lse, slopes, sink) -> _Pass:
+    made = _path(device) == "sm90" and _hopper_forward(device, problem, arrays, lse, slopes, sink)
+    variant, tiles, main = made or _portable_forward(device, problem, arrays, lse, slopes, sink)
+    before = _plan_before(problem, variant, tiles, indices, {"of_q": arrays[3]}, lse, longest_keys=True)
+    return _Pass(before, main, tiles.words)
+
+
+def _portable_forward(device: int, problem: Problem, arrays: list, lse, slopes, sink) -> tuple:
+    float32_out = arrays[3].dtype == np.float32
+    access = launch._access(problem, arrays[:3] if float32_out else arrays)
+    variant = choose.forward(problem, access, float32_out, launch._shared_limit(device), launch._capability(device))
+    tiles = Tiles.of(problem, queries=(variant.spec.block_q, False))
+    params = np.zeros(1, FORWARD_PARAMS)
+    for name, x in zip(("q", "k", "v", "out"), arrays):
+        _fill(params[0], name, x)
+    _fill_forward(params, problem, tiles, lse, slopes, sink)
+    one = Launch.of(variant, launch._blocks(problem.heads_q, tiles.bounds["queries"]))
+    names = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "segments")
+    return variant, tiles, Plan.of((one,), params, names)
+
+
+def _hopper_forward(device: int, problem: Problem, arrays: list, lse, slopes, sink) -> tuple | None:
+    """None where the copy engine does not read the layout of q, k or v."""
+    q, k, v, out = arrays
+    if not all(map(tensor_map.possible, (q, k, v))):
+        return None
+    access = launch._access(problem, (out,)) if tensor_map.possible(out) else min(4, launch._access(problem, (out,)))
+    variant = choose.hopper_forward(problem, access, out.dtype == np.float32)
+    spec = variant.spec
+    target = "out_map" if spec.staged else "out"
+    boxes = {"q": (q, 64), "k": (k, spec.block_k), "v": (v, spec.block_k)} | (
+        {target: (out, 64)} if spec.staged else {}
+    )
+    params = np.zeros(1, HOPPER_FORWARD_PARAMS)
+    if not _fill_maps(params, problem, boxes):
+        return None
+    most = launch._attribute(device, "MultiProcessorCount")
+    tiles = Tiles.in_runs(problem, "queries", spec.block_q, problem.heads_q, most * spec.teams)
+    params["order"], params["queries"] = _order(problem.heads_q), 64
+    _fill(params[0], "out", out)
+    _fill_forward(params, problem, tiles, lse, slopes, sink)
+    runs = launch._blocks(problem.heads_q, tiles.bounds["queries"])
+    one = Launch.of(variant, min(-(-runs // spec.teams), most))
+    names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "segments")
+    return variant, tiles, Plan.of((one,), params, names)
+
+
+def _fill_forward(params: np.ndarray, problem: Problem, tiles: Tiles, lse, slopes, sink) -> None:
+    params["sizes"] = sizes(problem, _rows_in_l2(2 * (problem.head_dim + problem.head_dim_v)))
+    _fill(params[0], "lse", None if lse is None else lse[None])
+    _fill_options(params, problem, tiles, slopes, sink)
+
+
+# ---------------------------------------------------------------------------------------------- backward
+
+
 def _plan_backward(
     device: int, problem: Problem, indices: dict, arrays: list, lse, dlse, slopes, sink, deterministic: bool
 ) -> _Pass:
-    access, out = launch._access(problem, arrays), arrays[4]
+    rows = lse, dlse, slopes, sink
+    made = None
+    if _path(device) == "sm90" and not choose.drops_elsewhere(problem):
+        if choose.split(problem, deterministic):
+            made = _split_backward(device, problem, arrays, *rows)
+        else:
+            made = _hopper_backward(device, problem, arrays, *rows, deterministic)
+    variant, tiles, main = made or _portable_backward(device, problem, arrays, *rows, deterministic)
+    cleared = dict(zip(("of_q", "of_k", "of_v"), arrays[5:]))
+    before = _plan_before(problem, variant, tiles, indices, cleared, None, longest_keys=False)
+    return _Pass(before, main, tiles.words)
+
+
+def _portable_backward(
+    device: int, problem: Problem, arrays: list, lse, dlse, slopes, sink, deterministic: bool
+) -> tuple:
+    access = launch._access(problem, arrays)
     main = choose.backward(problem, access, deterministic, launch._shared_limit(device), launch._capability(device))
-    spec = main.spec
-    before = choose.before_backward(main, out.dtype == np.float32, access)
-    tiles = Tiles.of(problem, keys=(spec.block_k, False), blocks=(16, False))
+    tiles = Tiles.of(problem, keys=(main.spec.block_k, False), blocks=(16, False))
     params = np.zeros(1, BACKWARD_PARAMS)
-    params["sizes"] = sizes(problem, _rows_in_l2(problem.group * (6 * problem.head_dim + 2 * problem.head_dim_v)))
-    _fill_backward(params, problem, arrays, lse, dlse)
-    _fill_options(params, problem, tiles, slopes, sink)
+    row_bytes = problem.group * (6 * problem.head_dim + 2 * problem.head_dim_v)
+    _fill_backward(params, problem, tiles, arrays, lse, dlse, slopes, sink, _rows_in_l2(row_bytes))
+    before = choose.before_backward(main, arrays[4].dtype == np.float32, access)
     launches = (
         _launch_before(problem, before, tiles),
-        *_launch_if_any(main, launch._blocks(problem.heads_k, tiles.bounds["keys"])),
+        *_launch_main(main, launch._blocks(problem.heads_k, tiles.bounds["keys"])),
         _launch_after(problem, choose.after_backward(main), tiles),
         *launch._launch_sink(problem, before),
     )
-    turns = 1 + problem.heads_q * tiles.bounds["blocks"] if deterministic else 0
-    workspace = (problem.heads_q * problem.seqlen_q, _dq_sum_size(problem, spec, tiles), turns)
-    plan = Plan.of(launches, params, BACKWARD_POINTERS, workspace)
-    return _Pass(_plan_before_backward(problem, main, tiles, indices, arrays), plan, tiles.words)
+    workspace = (problem.heads_q * problem.seqlen_q, *_sum_and_turns(problem, main, tiles, deterministic))
+    return main, tiles, Plan.of(launches, params, BACKWARD_POINTERS, workspace)
 
 
-def _plan_before_backward(problem: Problem, main, tiles: Tiles, indices: dict, arrays: list) -> Plan:
-    return _plan_before(
-        problem, main, tiles, indices, dict(zip(("of_q", "of_k", "of_v"), arrays[5:])), None, longest_keys=False
+def _hopper_backward(
+    device: int, problem: Problem, arrays: list, lse, dlse, slopes, sink, deterministic: bool
+) -> tuple | None:
+    """None where the copy engine does not read the layout of q, k, v or dout."""
+    q, k, v, dout, out, dq, dk, dv = arrays
+    if not all(map(tensor_map.possible, (q, k, v, dout))):
+        return None
+    main = choose.hopper_backward(problem, launch._access(problem, (dq, dk, dv)), deterministic)
+    spec, params = main.spec, np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    boxes = {"q_map": (q, spec.block_q), "k_map": (k, spec.block_k), "v_map": (v, spec.block_k)}
+    if not _fill_maps(params, problem, boxes | {"dout_map": (dout, spec.block_q)}):
+        return None
+    most = launch._attribute(device, "MultiProcessorCount")
+    # Deterministic blocks take one tile after the other; they must not pair those that others wait for.
+    places = launch.MAX_BLOCKS if deterministic else most
+    more = {"blocks": (16, False), "statistics": (STATISTIC_TILE, False)}
+    tiles = Tiles.in_runs(problem, "keys", spec.block_k, problem.heads_k, places, **more)
+    params["keys"], params["rotated"] = _order(problem.heads_k), not problem.banded and not deterministic
+    row_bytes = problem.group * (6 * problem.head_dim + 2 * problem.head_dim_v)
+    rows_in_l2 = _rows_in_l2(row_bytes, launch.L2_SHARE_SUMMED)
+    _fill_backward(params, problem, tiles, arrays, lse, dlse, slopes, sink, rows_in_l2)
+    before = choose.before_backward(main, out.dtype == np.float32, launch._access(problem, (dout, out)))
+    launches = (
+        _launch_before(problem, before, tiles),
+        *_launch_main(main, min(most, launch._blocks(problem.heads_k, tiles.bounds["keys"]))),
+        _launch_after(problem, choose.after_backward(main), tiles),
+        *launch._launch_sink(problem, before),
     )
+    statistics = problem.heads_q * tiles.bounds["statistics"] * STATISTIC_TILE * 2
+    workspace = (statistics, *_sum_and_turns(problem, main, tiles, deterministic))
+    return main, tiles, Plan.of(launches, params, HOPPER_POINTERS, workspace)
 
 
-def _fill_backward(params: np.ndarray, problem: Problem, arrays: list, lse, dlse) -> None:
+def _split_backward(device: int, problem: Problem, arrays: list, lse, dlse, slopes, sink) -> tuple | None:
+    """None where the copy engine does not read the layout of q, k, v or dout. Every call is deterministic."""
+    q, k, v, dout, out, dq, dk, dv = arrays
+    copied = {"q_map": (q, 64), "k_map": (k, 64), "v_map": (v, 64), "dout_map": (dout, 64)}
+    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    if not all(map(tensor_map.possible, (q, k, v, dout))) or not _fill_maps(params, problem, copied):
+        return None
+    keys, queries = choose.hopper_split_backward(problem, launch._access(problem, (dq, dk, dv)))
+    most = launch._attribute(device, "MultiProcessorCount")
+    more = {"blocks": (16, False), "queries": (queries.spec.block_q, problem.banded)}
+    tiles = Tiles.in_runs(problem, "keys", keys.spec.block_k, problem.heads_k, most, **more)
+    params["keys"], params["queries"] = _order(problem.heads_k), _order(problem.heads_q)
+    row_bytes = 2 * problem.group * (problem.head_dim + problem.head_dim_v)
+    _fill_backward(params, problem, tiles, arrays, lse, dlse, slopes, sink, _rows_in_l2(row_bytes))
+    before = choose.before_backward(keys, out.dtype == np.float32, launch._access(problem, (dout, out)))
+    launches = (
+        _launch_before(problem, before, tiles),
+        *_launch_main(keys, min(most, launch._blocks(problem.heads_k, tiles.bounds["keys"]))),
+        *_launch_main(queries, min(most, launch._blocks(problem.heads_q, tiles.bounds["queries"]))),
+        *launch._launch_sink(problem, before),
+    )
+    return keys, tiles, Plan.of(launches, params, HOPPER_POINTERS, (problem.heads_q * problem.seqlen_q, 0, 0))
+
+
+def _fill_backward(
+    params: np.ndarray, problem: Problem, tiles: Tiles, arrays: list, lse, dlse, slopes, sink, rows_in_l2: int
+) -> None:
+    params["sizes"] = sizes(problem, rows_in_l2)
     for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse[None], None if dlse is None else dlse[None])):
         _fill(params[0], name, x)
     params["delta"] = (0, 1, problem.seqlen_q, 1)
+    _fill_options(params, problem, tiles, slopes, sink)
 
 
-def _launch_if_any(variant, blocks: int, cooperative: bool = False) -> tuple[Launch, ...]:
-    return (Launch.of(variant, blocks, cooperative),) if blocks else ()
-
-
-def _launch_before(problem: Problem, before, tiles: Tiles) -> Launch:
+def _launch_before(problem: Problem, before: Variant, tiles: Tiles) -> Launch:
     rows = tiles.bounds["statistics"] * (STATISTIC_TILE // 16) if before.spec.packed else tiles.bounds["blocks"]
     return Launch.of(before, launch._blocks(-(-problem.heads_q // before.spec.heads), rows))
 
 
-def _launch_after(problem: Problem, after, tiles: Tiles) -> Launch:
+def _launch_main(variant: Variant, blocks: int) -> tuple[Launch, ...]:
+    """None of a kernel that has no tile: where there is no key."""
+    return (Launch.of(variant, blocks),) if blocks else ()
+
+
+def _launch_after(problem: Problem, after: Variant, tiles: Tiles) -> Launch:
     parts = after.spec.head_dim // after.spec.finished_cols
     return Launch.of(after, launch._blocks(-(-problem.heads_q * tiles.bounds["blocks"] * parts // after.spec.warps), 1))
 
 
-def _dq_sum_size(problem: Problem, spec, tiles: Tiles) -> int:
-    return problem.heads_q * tiles.bounds["blocks"] * 16 * spec.head_dim
+def _sum_and_turns(problem: Problem, main: Variant, tiles: Tiles, deterministic: bool) -> tuple[int, int]:
+    """Elements of dq_sum, and counters, one for each of its blocks of 16 rows and one more."""
+    blocks = problem.heads_q * tiles.bounds["blocks"]
+    return blocks * 16 * main.spec.head_dim, 1 + blocks if deterministic else 0

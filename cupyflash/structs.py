@@ -1,5 +1,5 @@
-"""The parameter structs of the kernels: NumPy twins of those in ``kernels/core/params.cuh`` and, for Hopper's, of
-``kernels/sm90/forward.cuh`` and ``kernels/sm90/backward_params.cuh``, and of ``kernels/any/segments.cuh``. Strides count elements.
+"""The parameter structs of the kernels: NumPy twins of those in ``kernels/core/params.cuh``, ``any/segments.cuh`` and,
+for Hopper's, ``sm90/forward.cuh`` and ``sm90/backward_params.cuh``. Strides count elements.
 """
 
 from __future__ import annotations

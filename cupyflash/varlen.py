@@ -191,8 +191,8 @@ def attention_varlen_backward(
     -------
     AttentionGradients
         As of `attention_backward`; ``dbias`` is None. Gradients of rows of no sequence, and of those beyond
-        ``seqused_q`` and ``seqused_k``, are 0, whatever ``dout``, ``out``, ``lse`` and ``dlse`` hold there; ``dsink`` is
-        the sum over all sequences.
+        ``seqused_q`` and ``seqused_k``, are 0, whatever ``dout``, ``out``, ``lse`` and ``dlse`` hold there; ``dsink``
+        is the sum over all sequences.
 
     Raises
     ------

@@ -32,7 +32,7 @@ template <>
 struct Place<true> {
   Sizes sizes;  // of this sequence
   const Segments& segments;
-  Segment segment;
+  const Segment& segment;
   int to_diagonal;
 
   __device__ __forceinline__ Place(const Sizes& all, const Segments& segments, int batch)

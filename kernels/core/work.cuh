@@ -26,7 +26,7 @@ __device__ inline Work find_work(const Segments& segments, TileKind kind, const 
                                  bool descending) {
   const TileList& list = segments.lists[kind];
   const int sequence = segments.sequence(kind, item / heads);
-  const Segment segment = segments.all()[sequence];
+  const Segment& segment = segments.all()[sequence];
   const int shared_rows = kind == kQueryTiles ? segment.seqlen_k : segment.seqlen_q;
   const int section = max(1, s.section / max(1, shared_rows)) * (heads / (s.heads_q / s.group));
   Work work = find_work(item - uint32(segment.first[kind]) * heads, segment.runs(list, kind), 1, heads,

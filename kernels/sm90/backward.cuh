@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   __shared__ uint64 barriers[Tiles::kBarriers];
   __shared__ Job jobs[kSpec.stages];
   __shared__ Alibi alibis[kSpec.stages];
-  __shared__ KeyTile key_tiles[kSpec.key_slots];
+  __shared__ KeyTile<kSpec.varlen> key_tiles[kSpec.key_slots];
   Tiles tiles(first_tile(shared), barriers, jobs, alibis, key_tiles);
   if (threadIdx.x == 0) {
     tiles.init();
@@ -145,11 +145,11 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
     }
   };
   const auto store_gradients = [&] {
-    const KeyTile& tile = tiles.key_tile();
+    const KeyTile<kSpec.varlen>& tile = tiles.key_tile();
     const int first_key = tile.first_key + 64 * group + warp_row();
     dk.scale_rows(s.scale, s.scale);
-    store<T, kSpec.access>(dk, head_of(p.dk, tile.batch, tile.head, s.seqlen_k, s.head_dim), first_key);
-    store<T, kSpec.access>(dv, head_of(p.dv, tile.batch, tile.head, s.seqlen_k, s.head_dim_v), first_key);
+    store<T, kSpec.access>(dk, head_of(p.dk, tile.batch, tile.head, tile.seqlen_k(s), s.head_dim), first_key);
+    store<T, kSpec.access>(dv, head_of(p.dv, tile.batch, tile.head, tile.seqlen_k(s), s.head_dim_v), first_key);
     dk.clear(), dv.clear();
   };
   const auto weigh = [&] {
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
       const float4 four = kSpec.softcap && !kReadsAhead ? statistics(0)[8 * (j / 2)] : lse[j / 2];
       return j % 2 ? i % 2 ? four.w : four.z : i % 2 ? four.y : four.x;
     };
-    const auto visible = [&](int key) { return Band(s).queries(key); };
+    const auto visible = [&](int key) { return tiles.key_tile().band(s).queries(key); };
     Weights<kBlockQ> weights;
     if constexpr (Change::kAny) {
       const Slant slant = change.slant(

@@ -7,8 +7,8 @@
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
+#include "core/segments.cuh"
 #include "core/spec.cuh"
-#include "core/work.cuh"
 #include "sm90/backward_params.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile.cuh"
@@ -39,11 +39,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   __syncthreads();
 
   Sizes s = p.sizes;
-  s.section *= s.group;  // counts query heads here
-  const Band band(s);
+  if constexpr (!kSpec.varlen) s.section *= s.group;  // counts query heads here
+  using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
   const Change change = {p.score, s};
-  Works works(p.queries, s, blockIdx.x, gridDim.x, true);
+  Works<kSpec.varlen> works(p.queries, s, p.segments, blockIdx.x, gridDim.x);
+  const auto find_place = [&] { return place_of<kSpec.varlen>(s, p.segments, works.work.batch); };
 
   if (copies) {
     give_registers<kSpec.copying_registers()>();
@@ -51,29 +52,30 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
     prefetch_map(p.q_map), prefetch_map(p.k_map), prefetch_map(p.v_map), prefetch_map(p.dout_map);
     for (; works.left(); works.next()) {
       const Work& work = works.work;
+      const Where place = find_place();
       const int first_query = work.tile * kBlockQ, head_k = work.head / s.group;
-      const Range tiles = tiles_of(band, first_query, kBlockQ, kBlockK);
+      const Range tiles = tiles_of(Band(place.sizes), first_query, kBlockQ, kBlockK);
       if (tiles.last < tiles.first) continue;
       const uint32 q_full = q_ring.acquire(kGroups * kQBytes);
 #pragma unroll
       for (int i = 0; i < kGroups; ++i)
-        copy_tile<64, kDim>(q_base + i * kQBytes, p.q_map, q_full, first_query + 64 * i, work.head, work.batch);
+        copy_tile<64, kDim>(q_base + i * kQBytes, p.q_map, q_full, first_query + 64 * i, work.head, place.rows_q());
       q_ring.advance();
 #pragma unroll 1
       for (int tile = tiles.first; tile <= tiles.last; ++tile) {
         copy_tile<kBlockK, kDim>(k_base + k_ring.slot() * kKBytes, p.k_map, k_ring.acquire(kKBytes), tile * kBlockK,
-                                 head_k, work.batch);
+                                 head_k, place.rows_k());
         k_ring.advance();
         if (tile == tiles.first) {
           const uint32 dout_full = dout_ring.acquire(kGroups * kDoutBytes);
 #pragma unroll
           for (int i = 0; i < kGroups; ++i)
             copy_tile<64, kDimV>(dout_base + i * kDoutBytes, p.dout_map, dout_full, first_query + 64 * i, work.head,
-                                 work.batch);
+                                 place.rows_q());
           dout_ring.advance();
         }
         copy_tile<kBlockK, kDimV>(v_base + v_ring.slot() * kVBytes, p.v_map, v_ring.acquire(kVBytes), tile * kBlockK,
-                                  head_k, work.batch);
+                                  head_k, place.rows_k());
         v_ring.advance();
       }
     }
@@ -113,14 +115,15 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
     wgmma_commit();
   };
   const auto dropping = [&] { return Dropping{p.dropout, works.work.batch, works.work.head}; };
-  const auto exponentiate = [&](int tile) {  // S -> P
+  const auto exponentiate = [&](const Where& place, int tile) {  // S -> P
     const int first_key = tile * kBlockK;
-    const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, s.seqlen_q) - 1});
+    const Band band(place.sizes);
+    const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, place.sizes.seqlen_q) - 1});
     const bool masked = first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last;
     const auto visible = [&](int row) { return band.keys(row); };
     if constexpr (Change::kAny) {
       const Slant slant = change.slant(
-          first_key, [&](int half) { return first_query + warp_row + prob.row(half) + p.score.diagonal; },
+          first_key, [&](int half) { return first_query + warp_row + prob.row(half) + place.diagonal(p.score); },
           [&](int) { return slope; });
       Weights<kBlockK> none;
       change.template weigh<T, false>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
@@ -149,9 +152,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   };
   // The wait for the next k, or the release of q, stands between the exponentials and the wait for dP: the compiler
   // would move them behind it.
-  const auto finish_tile = [&](int tile, bool last) {
+  const auto finish_tile = [&](const Where& place, int tile, bool last) {
     wgmma_wait<1>();  // the scores are there, dP goes on
-    exponentiate(tile);
+    exponentiate(place, tile);
     if (last)
       q_ring.release();
     else
@@ -165,17 +168,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
 #pragma unroll 1
   for (; works.left(); works.next()) {
     const Work& work = works.work;
+    const Where place = find_place();
     first_query = work.tile * kBlockQ + 64 * warpgroup;
-    const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
+    const Range tiles = tiles_of(Band(place.sizes), work.tile * kBlockQ, kBlockQ, kBlockK);
     dq.clear();
     slope = change.slope(work.batch, work.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_query + warp_row + dq.row(half);
       lse[half] = kInfinity, delta[half] = 0.f;  // of a row that is not there or sees no key: P is 0
-      if (row < s.seqlen_q) {
-        lse[half] = lse_in_base_2(p.lse.at(work.batch, work.head)[row * p.lse.row]);
-        delta[half] = p.delta.at(work.batch, work.head)[row * p.delta.row];
+      if (row < place.sizes.seqlen_q) {
+        lse[half] = lse_in_base_2(p.lse.at(place.q(), work.head)[row * p.lse.row]);
+        delta[half] = p.delta.at(place.q(), work.head)[row * p.delta.row];
       }
     }
     if (tiles.last >= tiles.first) {
@@ -185,7 +189,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
       dout_ring.wait();
       v_ring.wait();
       issue_products();
-      finish_tile(tiles.first, tiles.first == tiles.last);
+      finish_tile(place, tiles.first, tiles.first == tiles.last);
 #pragma unroll 1
       for (int tile = tiles.first + 1; tile <= tiles.last; ++tile) {
         issue_dq();  // of the tile before
@@ -195,7 +199,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
         k_ring.advance();
         v_ring.wait();
         issue_products();
-        finish_tile(tile, tile == tiles.last);
+        finish_tile(place, tile, tile == tiles.last);
       }
       dout_ring.release();
       issue_dq();
@@ -205,7 +209,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
       q_ring.advance(), dout_ring.advance();
     }
     dq.scale_rows(s.scale, s.scale);
-    const Matrix target = head_of(p.dq, work.batch, work.head, s.seqlen_q, s.head_dim);
+    const Matrix target = head_of(p.dq, place.q(), work.head, place.sizes.seqlen_q, s.head_dim);
     store<T, kSpec.access>(dq, target, first_query + warp_row);
   }
 }
