@@ -330,15 +330,20 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
 
 
-def split(problem: Problem, deterministic: bool = False) -> bool:
+def split(problem: Problem) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    With dropout always: the one kernel has no registers left for it; nor, above 64, to keep packed sequences in order.
+    With dropout always: the one kernel has no registers left for it.
     """
     width = max(problem.head_dim, problem.head_dim_v)
     seqlen_k = problem.seqlen_k // problem.batch if problem.varlen else problem.seqlen_k  # of packed sequences the mean
-    short = seqlen_k <= SPLIT or problem.varlen is not None and deterministic
-    return problem.dropout > 0 or width > 128 or width > 64 and short
+    return problem.dropout > 0 or width > 128 or width > 64 and seqlen_k <= SPLIT
+
+
+def split_packed(problem: Problem, access: int, deterministic: bool) -> bool:
+    """The same of packed sequences, for which the one kernel has fewer registers; `access` is that of the gradients."""
+    in_order = deterministic and max(problem.head_dim, problem.head_dim_v) > 64
+    return split(problem) or access < 16 or any(_change(problem)) or in_order
 
 
 def drops_elsewhere(problem: Problem) -> bool:

@@ -287,7 +287,7 @@ def _plan_backward(
     rows = lse, dlse, slopes, sink
     made = None
     if _path(device) == "sm90" and not choose.drops_elsewhere(problem):
-        if choose.split(problem, deterministic):
+        if choose.split_packed(problem, launch._access(problem, arrays[5:]), deterministic):
             made = _split_backward(device, problem, arrays, *rows)
         else:
             made = _hopper_backward(device, problem, arrays, *rows, deterministic)

@@ -23,7 +23,7 @@ needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.n
 KERNELS = compiler.kernel_dir()
 HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
 TOP_HEADERS = (
-    *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
+    *("any/around_backward.cuh", "any/segments.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
 )
 LIMIT = 232448
@@ -213,6 +213,10 @@ NESTED = {
     structs.SINK: "cupyflash::Sink",
     structs.DROPOUT: "cupyflash::Dropout",
     structs.LOGIT_ARRAY: "cupyflash::LogitArray",
+    structs.SEGMENTS: "cupyflash::Segments",
+    structs.TILE_LISTS: "cupyflash::TileList[cupyflash::kTileKinds]",
+    structs.LENGTHS: "cupyflash::Lengths",
+    structs.CLEARED: "cupyflash::Cleared",
 }
 
 
@@ -227,6 +231,8 @@ def test_struct_twins():
         "Sink": structs.SINK,
         "Dropout": structs.DROPOUT,
         "LogitArray": structs.LOGIT_ARRAY,
+        "TileList": structs.TILE_LIST,
+        "Segments": structs.SEGMENTS,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
@@ -244,6 +250,11 @@ def test_struct_twins():
     lines = same_struct("HopperBackwardParams", structs.HOPPER_BACKWARD_PARAMS, NESTED, derived=True)
     lines.append(f"static_assert(cupyflash::kStatisticTile == {structs.STATISTIC_TILE});")
     compile_twins(lines, "sm90/backward_params.cuh")
+    twins = {"Lengths": structs.LENGTHS, "Cleared": structs.CLEARED, "SegmentsParams": structs.SEGMENTS_PARAMS}
+    lines = [line for name, dtype in twins.items() for line in same_struct(name, dtype, NESTED)]
+    lines.append(f"static_assert(sizeof(cupyflash::Segment) == {4 * structs.SEGMENT_WORDS});")
+    lines.append(f"static_assert(cupyflash::Segments::kHead == {structs.TABLE_HEAD});")
+    compile_twins(lines, "any/segments.cuh")
     for name in structs.BACKWARD_PARAMS.names:  # the kernels before and after take the first part as theirs
         assert structs.HOPPER_BACKWARD_PARAMS.fields[name] == structs.BACKWARD_PARAMS.fields[name]
 

@@ -32,25 +32,27 @@ template <>
 struct Place<true> {
   Sizes sizes;  // of this sequence
   const Segments& segments;
-  const Segment& segment;
-  int to_diagonal;
+  int batch, first_q, first_k, to_diagonal;
 
   __device__ __forceinline__ Place(const Sizes& all, const Segments& segments, int batch)
-      : sizes(all), segments(segments), segment(segments.all()[batch]) {
+      : sizes(all), segments(segments), batch(batch) {
+    const Segment& segment = segments.all()[batch];
+    first_q = segment.first_q, first_k = segment.first_k;
     sizes.seqlen_q = segment.seqlen_q, sizes.seqlen_k = segment.seqlen_k;
-    to_diagonal = segments.lower_right ? segment.seqlen_k - segment.seqlen_q : 0;
+    to_diagonal = segments.lower_right ? sizes.seqlen_k - sizes.seqlen_q : 0;
     sizes.low += to_diagonal, sizes.high += to_diagonal;  // what hides no key still hides none
   }
-  __device__ __forceinline__ int q() const { return segment.first_q; }
-  __device__ __forceinline__ int k() const { return segment.first_k; }
-  __device__ __forceinline__ PackedRows rows_q() const { return {segment.first_q, segment.seqlen_q}; }
-  __device__ __forceinline__ PackedRows rows_k() const { return {segment.first_k, segment.seqlen_k}; }
+  __device__ __forceinline__ int q() const { return first_q; }
+  __device__ __forceinline__ int k() const { return first_k; }
+  __device__ __forceinline__ PackedRows rows_q() const { return {first_q, sizes.seqlen_q}; }
+  __device__ __forceinline__ PackedRows rows_k() const { return {first_k, sizes.seqlen_k}; }
   __device__ __forceinline__ int diagonal(const Score&) const { return to_diagonal; }
   __device__ __forceinline__ int64 block(int head) const {
-    return int64(head) * segments.lists[kBlocks].bound + segment.first[kBlocks];
+    return int64(head) * segments.lists[kBlocks].bound + segments.all()[batch].first[kBlocks];
   }
   __device__ __forceinline__ int64 statistic(int head) const {
-    return (int64(head) * segments.lists[kStatistics].bound + segment.first[kStatistics]) * kStatisticTile;
+    return (int64(head) * segments.lists[kStatistics].bound + segments.all()[batch].first[kStatistics]) *
+           kStatisticTile;
   }
 };
 
