@@ -295,7 +295,8 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         )
 
     tiling, packed = tiling_and_packed(HOPPER_FORWARD)
-    if problem.dropout or any(_change(problem)) and (packed or access < 16 or problem.varlen):
+    spare = problem.dropout or any(_change(problem)) and (packed or access < 16 or problem.varlen)
+    if spare or problem.varlen and 64 < max(d, dv) <= 96:
         tiling, packed = tiling_and_packed(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)
     spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem), bool(problem.varlen))
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)

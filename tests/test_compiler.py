@@ -23,7 +23,7 @@ needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.n
 KERNELS = compiler.kernel_dir()
 HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
 TOP_HEADERS = (
-    *("any/around_backward.cuh", "any/segments.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
+    *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
 )
 LIMIT = 232448
@@ -459,6 +459,28 @@ def test_variants_compile_without_spills(arch):
         per_product = 2 if capability < 80 else 1
         assert found[0][HMMA] == per_product * products(variant), f"{about} multiplies elsewhere"
         assert tuple(found[0][opcode] for opcode in HGMMA) == group_products(variant), f"{about} multiplies elsewhere"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_packed_sequences_fit(arch):
+    """The kernels that find their tiles in a table, and all that go with them."""
+    problem = Problem("bfloat16", 4, 4096, 4096, 4, 2, 128, 128, 1.0, varlen="lower_right")
+    small = dataclasses.replace(problem, head_dim=64, head_dim_v=64)
+    if arch == "sm_80":
+        main = choose.backward(problem, 16, False, LIMIT)
+        before = choose.before_backward(main, False, 16)
+        variants = [choose.forward(problem, 16, False, LIMIT), choose.forward(small, 2, False, LIMIT), main]
+        variants += [before, choose.after_backward(main), choose.sink_gradient(before), choose.segments(main)]
+    else:
+        main = choose.hopper_backward(problem, 16, False)
+        before = choose.before_backward(main, False, 16)
+        variants = [choose.hopper_forward(one, 16, False) for one in (problem, small)]
+        variants += [main, choose.hopper_backward(small, 16, True), before, choose.sink_gradient(before)]
+        variants += choose.hopper_split_backward(problem, 16)
+    with ThreadPoolExecutor(2) as pool:
+        for report in pool.map(lambda v: compiler.compile_offline(v, arch), variants):
+            assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
 
 
 @needs_nvrtc
