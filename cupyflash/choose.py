@@ -348,9 +348,12 @@ def split_packed(problem: Problem, access: int, deterministic: bool) -> bool:
 
 
 def drops_elsewhere(problem: Problem) -> bool:
-    """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout."""
-    wide = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED
-    return problem.dropout > 0 and (wide or problem.softcap is not None or problem.alibi)
+    """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout.
+
+    Nor, for packed sequences, for a softcap of wide heads.
+    """
+    wide, capped = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED, problem.softcap is not None
+    return problem.dropout > 0 and (wide or capped or problem.alibi) or wide and capped and problem.varlen is not None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -21,7 +21,7 @@ from .structs import (
     FORWARD_PARAMS,
     HOPPER_BACKWARD_PARAMS,
     HOPPER_FORWARD_PARAMS,
-    HOPPER_POINTERS,
+    MAPS,
     MOST,
     SEGMENT_WORDS,
     SEGMENTS_PARAMS,
@@ -36,6 +36,7 @@ from .structs import (
 )
 
 SEARCHED = 1024  # rows of a block that looks for those of no sequence
+POINTERS = (*BACKWARD_POINTERS, "segments")
 _plans: dict = {}
 
 
@@ -314,7 +315,7 @@ def _portable_backward(
         *launch._launch_sink(problem, before),
     )
     workspace = (problem.heads_q * problem.seqlen_q, *_sum_and_turns(problem, main, tiles, deterministic))
-    return main, tiles, Plan.of(launches, params, BACKWARD_POINTERS, workspace)
+    return main, tiles, Plan.of(launches, params, POINTERS, workspace)
 
 
 def _hopper_backward(
@@ -347,7 +348,7 @@ def _hopper_backward(
     )
     statistics = problem.heads_q * tiles.bounds["statistics"] * STATISTIC_TILE * 2
     workspace = (statistics, *_sum_and_turns(problem, main, tiles, deterministic))
-    return main, tiles, Plan.of(launches, params, HOPPER_POINTERS, workspace)
+    return main, tiles, Plan.of(launches, params, (*POINTERS, *MAPS), workspace)
 
 
 def _split_backward(device: int, problem: Problem, arrays: list, lse, dlse, slopes, sink) -> tuple | None:
@@ -371,7 +372,7 @@ def _split_backward(device: int, problem: Problem, arrays: list, lse, dlse, slop
         *_launch_main(queries, min(most, launch._blocks(problem.heads_q, tiles.bounds["queries"]))),
         *launch._launch_sink(problem, before),
     )
-    return keys, tiles, Plan.of(launches, params, HOPPER_POINTERS, (problem.heads_q * problem.seqlen_q, 0, 0))
+    return keys, tiles, Plan.of(launches, params, (*POINTERS, *MAPS), (problem.heads_q * problem.seqlen_q, 0, 0))
 
 
 def _fill_backward(

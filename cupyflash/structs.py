@@ -81,11 +81,12 @@ SEGMENTS_PARAMS = np.dtype(
     align=True,
 )
 # And the seed, in the place of one.
-FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "bias", "mask", "segments")
-BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"),)
+FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "bias", "mask")
+BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n not in ("sizes", "segments")),)
 SEGMENTS_POINTERS = tuple(f"lengths_{side}.{name}" for side in "qk" for name in ("starts", "used"))
 SEGMENTS_POINTERS += ("segments", "of_q", "of_k", "of_v", "lse")
-HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map")
+MAPS = ("q_map", "k_map", "v_map", "dout_map")
+HOPPER_POINTERS = (*BACKWARD_POINTERS, *MAPS)
 MOST = (1 << 31) - 1
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
