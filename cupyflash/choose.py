@@ -350,10 +350,11 @@ def split_packed(problem: Problem, access: int, deterministic: bool) -> bool:
 def drops_elsewhere(problem: Problem) -> bool:
     """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout.
 
-    Nor, for packed sequences, for a softcap of wide heads.
+    Of packed sequences, which take registers themselves, wide heads have none for softcap and ALiBi either.
     """
-    wide, capped = max(problem.head_dim, problem.head_dim_v) > HOPPER_DROPPED, problem.softcap is not None
-    return problem.dropout > 0 and (wide or capped or problem.alibi) or wide and capped and problem.varlen is not None
+    changed = problem.softcap is not None or problem.alibi
+    wide = max(problem.head_dim, problem.head_dim_v) > (128 if problem.varlen else HOPPER_DROPPED)
+    return problem.dropout > 0 and (wide or changed) or problem.varlen is not None and wide and changed
 
 
 @functools.lru_cache(maxsize=1024)
