@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   const auto [sequence, first_row] = find_rows<kSpec.varlen, kRows>(p.sizes, p.segments, index / head_groups);
   if (kSpec.varlen && sequence < 0) return;
   const auto at = place_of<kSpec.varlen>(p.sizes, p.segments, sequence);
-  const Sizes& s = at.sizes;
+  const Sizes& s = sizes_in(p.sizes, at);
   const int batch = at.q();
 
   const int lane = threadIdx.x % kLanes, place = threadIdx.x / kLanes % kHeads, in_row = threadIdx.x / 64;
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(256) finish_backward(const __grid_constant__ B
       find_rows<kSpec.varlen, kBlocks>(p.sizes, p.segments, index / kParts / p.sizes.heads_q);
   if (kSpec.varlen ? sequence < 0 : sequence >= p.sizes.batch) return;
   const auto place = place_of<kSpec.varlen>(p.sizes, p.segments, sequence);
-  const Sizes& s = place.sizes;
+  const Sizes& s = sizes_in(p.sizes, place);
   const float4* const sum =
       reinterpret_cast<const float4*>(p.dq_sum) + ((place.block(head) + first_row / 16) * kParts + part) * (4 * kCols);
   Accumulator<kCols> dq;

@@ -78,6 +78,10 @@ __device__ __forceinline__ Place<kVarlen> place_of(const Sizes& s, const Segment
     return {s, batch};
 }
 
+// The sizes of a place. Through a reference in a struct the compiler arranges the code of dense kernels otherwise.
+__device__ __forceinline__ const Sizes& sizes_in(const Sizes& all, const Place<false>&) { return all; }
+__device__ __forceinline__ const Sizes& sizes_in(const Sizes&, const Place<true>& place) { return place.sizes; }
+
 // The first row of block `index` of 16 rows, which are counted from tile to tile of kKind through all batches, and its
 // batch; -1 where there is none.
 struct RowBlock {

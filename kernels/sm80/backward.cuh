@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Work work = find_tile<kSpec.varlen, kKeyTiles>(p.sizes, p.segments, kBlockK, index);
   if (kSpec.varlen && work.batch < 0) return;
   const auto place = place_of<kSpec.varlen>(p.sizes, p.segments, work.batch);
-  const Sizes& s = place.sizes;
+  const Sizes& s = sizes_in(p.sizes, place);
 
   const Band band(s);
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias || kSpec.mask>;

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Work work = find_tile<kSpec.varlen, kQueryTiles>(p.sizes, p.segments, kSpec.block_q, blockIdx.x);
   if (kSpec.varlen && work.batch < 0) return;
   const auto place = place_of<kSpec.varlen>(p.sizes, p.segments, work.batch);
-  const Sizes& s = place.sizes;
+  const Sizes& s = sizes_in(p.sizes, place);
   const Matrix q = head_of(p.q, place.q(), work.head, s.seqlen_q, s.head_dim);
   const Matrix k = head_of(p.k, place.k(), work.head / s.group, s.seqlen_k, s.head_dim);
   const Matrix v = head_of(p.v, place.k(), work.head / s.group, s.seqlen_k, s.head_dim_v);

@@ -243,7 +243,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
   const auto find_place = [&] { return place_of<kSpec.varlen>(s, p.segments, works.work.batch); };
   const auto tiles_of_work = [&](const Where& place) {  // of queries, in each head of the group
     const int first_key = works.work.tile * kTile;
-    return query_tiles_of(Band(place.sizes), {first_key, min(first_key + kTile, place.sizes.seqlen_k) - 1}, kTile);
+    return query_tiles_of(Band(sizes_in(s, place)),
+                          {first_key, min(first_key + kTile, sizes_in(s, place).seqlen_k) - 1}, kTile);
   };
 
   if (warpgroup == 2) {  // a thread copies for each side, and a warp adds the statistics that go with its tiles
@@ -263,11 +264,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       if (warp == 3) douts.pass_keys();
       for (int head = work.head * s.group; head < (work.head + 1) * s.group; ++head) {
         const auto lse = [&](int row) {  // of a row that is not there or sees no key: P is 0
-          const float natural = row < place.sizes.seqlen_q ? p.lse.at(place.q(), head)[row * p.lse.row] : -kInfinity;
+          const float natural =
+              row < sizes_in(s, place).seqlen_q ? p.lse.at(place.q(), head)[row * p.lse.row] : -kInfinity;
           return lse_in_base_2(natural);
         };
         const auto delta = [&](int row) {
-          return row < place.sizes.seqlen_q ? p.delta.at(place.q(), head)[row * p.delta.row] : 0.f;
+          return row < sizes_in(s, place).seqlen_q ? p.delta.at(place.q(), head)[row * p.delta.row] : 0.f;
         };
         for (int row = tiles.first * kTile; row <= tiles.last * kTile; row += kTile) {
           if (warp == 0) queries.copy_queries(p.q_map, row, head, place.rows_q());
@@ -287,7 +289,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
     for (; works.left(); works.next()) {
       const Work& work = works.work;
       const Where place = find_place();
-      const Band band(place.sizes);
+      const Band band(sizes_in(s, place));
       const int first_key = work.tile * kTile;
       const Range tiles = tiles_of_work(place), seen_by_all = queries_of_all(band, {first_key, first_key + kTile - 1});
       Accumulator<kSpec.head_dim_v> dv;
@@ -344,7 +346,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       const int count = (tiles.last - tiles.first + 1) * s.group;
       if (count > 0) accumulate(queries, douts, dv, count, zero, weigh);
       if constexpr (kSpec.dropout) dv.scale_rows(p.dropout.scale, p.dropout.scale);
-      store<T, kSpec.access>(dv, head_of(p.dv, place.k(), work.head, place.sizes.seqlen_k, s.head_dim_v),
+      store<T, kSpec.access>(dv, head_of(p.dv, place.k(), work.head, sizes_in(s, place).seqlen_k, s.head_dim_v),
                              first_key + warp_row);
     }
   } else {  // dk
@@ -380,7 +382,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       const int count = (tiles.last - tiles.first + 1) * s.group;
       if (count > 0) accumulate(douts, queries, dk, count, zero, weigh);
       dk.scale_rows(s.scale, s.scale);
-      store<T, kSpec.access>(dk, head_of(p.dk, place.k(), work.head, place.sizes.seqlen_k, s.head_dim),
+      store<T, kSpec.access>(dk, head_of(p.dk, place.k(), work.head, sizes_in(s, place).seqlen_k, s.head_dim),
                              work.tile * kTile + warp_row);
     }
   }

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
       const Work& work = works.work;
       const Where place = find_place();
       const int first_query = work.tile * kBlockQ, head_k = work.head / s.group;
-      const Range tiles = tiles_of(Band(place.sizes), first_query, kBlockQ, kBlockK);
+      const Range tiles = tiles_of(Band(sizes_in(s, place)), first_query, kBlockQ, kBlockK);
       if (tiles.last < tiles.first) continue;
       const uint32 q_full = q_ring.acquire(kGroups * kQBytes);
 #pragma unroll
@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   const auto dropping = [&] { return Dropping{p.dropout, works.work.batch, works.work.head}; };
   const auto exponentiate = [&](const Where& place, int tile) {  // S -> P
     const int first_key = tile * kBlockK;
-    const Band band(place.sizes);
-    const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, place.sizes.seqlen_q) - 1});
+    const Band band(sizes_in(s, place));
+    const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, sizes_in(s, place).seqlen_q) - 1});
     const bool masked = first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last;
     const auto visible = [&](int row) { return band.keys(row); };
     if constexpr (Change::kAny) {
@@ -170,14 +170,14 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
     const Work& work = works.work;
     const Where place = find_place();
     first_query = work.tile * kBlockQ + 64 * warpgroup;
-    const Range tiles = tiles_of(Band(place.sizes), work.tile * kBlockQ, kBlockQ, kBlockK);
+    const Range tiles = tiles_of(Band(sizes_in(s, place)), work.tile * kBlockQ, kBlockQ, kBlockK);
     dq.clear();
     slope = change.slope(work.batch, work.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_query + warp_row + dq.row(half);
       lse[half] = kInfinity, delta[half] = 0.f;  // of a row that is not there or sees no key: P is 0
-      if (row < place.sizes.seqlen_q) {
+      if (row < sizes_in(s, place).seqlen_q) {
         lse[half] = lse_in_base_2(p.lse.at(place.q(), work.head)[row * p.lse.row]);
         delta[half] = p.delta.at(place.q(), work.head)[row * p.delta.row];
       }
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
       q_ring.advance(), dout_ring.advance();
     }
     dq.scale_rows(s.scale, s.scale);
-    const Matrix target = head_of(p.dq, place.q(), work.head, place.sizes.seqlen_q, s.head_dim);
+    const Matrix target = head_of(p.dq, place.q(), work.head, sizes_in(s, place).seqlen_q, s.head_dim);
     store<T, kSpec.access>(dq, target, first_query + warp_row);
   }
 }

@@ -161,7 +161,7 @@ struct KeyTiles {
     for (; left(); step()) {
       const Work& work = works.work;
       const Place<kSpec.varlen> its_place = place();
-      const Sizes& s = its_place.sizes;
+      const Sizes& s = sizes_in(p.sizes, its_place);
       const int first_key = work.tile * kSpec.block_k(), last_key = min(first_key + kSpec.block_k(), s.seqlen_k) - 1;
       seen = query_tiles_of(Band(s), {first_key, last_key}, kSpec.block_q);
       if (seen.last >= seen.first) return;
@@ -175,7 +175,7 @@ struct KeyTiles {
 template <HopperBackwardSpec kSpec>
 __device__ __forceinline__ Job make_job(const HopperBackwardParams& p, const Place<kSpec.varlen>& place,
                                         const Work& work, int head, int first, int flags) {
-  const Sizes& s = place.sizes;
+  const Sizes& s = sizes_in(p.sizes, place);
   const Band band(s);
 #pragma unroll
   for (int group = 0; group < kSpec.groups; ++group) {

@@ -86,7 +86,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       for (; works.left(); works.next()) {
         const Work& work = works.work;
         const Where place = find_place();
-        const Range tiles = tiles_of(Band(place.sizes), work.tile * block_q, block_q, kBlockK);
+        const Range tiles = tiles_of(Band(sizes_in(s, place)), work.tile * block_q, block_q, kBlockK);
         const int head_q = head_of_q(work), head_k = head_q / s.group;
         const auto load_q = [&] {
 #pragma unroll 1
@@ -176,7 +176,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
               first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + place.diagonal(p.score); },
               [&](int half) { return slope[half]; }));
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
-      scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return Band(place.sizes).keys(query_of(row)); });
+      scores[0].hide(warp_row, first_key, -kInfinity,
+                     [&](int row) { return Band(sizes_in(s, place)).keys(query_of(row)); });
     bool raised = false;  // of this warp: its out is not there yet, and to wait is for the warpgroup
     softmax.weigh(scores, change.scale_log2(), [&](const float (&by)[1][2]) {
       factor[0] = by[0][0], factor[1] = by[0][1];
@@ -199,7 +200,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       const int head = head_of_row(work, row);
       softmax.finish(0, half, change.scale(), p.sink.of(head), inverse[half], lse[half]);
       if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
-      if (p.lse.data != nullptr && lane_index() % 4 == 0 && query < min(first_query + queries, place.sizes.seqlen_q))
+      if (p.lse.data != nullptr && lane_index() % 4 == 0 &&
+          query < min(first_query + queries, sizes_in(s, place).seqlen_q))
         p.lse.at(place.q(), head)[query * p.lse.row] = lse[half];
     }
     out[0].scale_rows(inverse[0], inverse[1]);
@@ -211,7 +213,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       if (lane_index() == 0) barrier_arrive(out_full + 8 * slot);
     } else {
       const Matrix target =
-          head_of(p.out, place.q(), work.head, place.sizes.seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
+          head_of(p.out, place.q(), work.head, sizes_in(s, place).seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
       if constexpr (kSpec.float32_out)
         store_direct<float, 4>(out[0], target, first_query + warp_row, 0);
       else
@@ -233,8 +235,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   while (works.left()) {
     const Work work = works.work;
     const Where place = find_place();
-    const Band band(place.sizes);
-    const int seqlen_q = place.sizes.seqlen_q;
+    const Band band(sizes_in(s, place));
+    const int seqlen_q = sizes_in(s, place).seqlen_q;
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
     seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
