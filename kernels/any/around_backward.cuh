@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
 #pragma unroll
     for (int first = 0; first < kHeads * kBlock; first += 256) {
       const int i = first + threadIdx.x;
-      const int64 block = at.block(first_head + i / kBlock) + first_row / 16;
+      const int64 block = at.block(s, first_head + i / kBlock) + first_row / 16;
       if (i < kHeads * kBlock && first_head + i / kBlock < s.heads_q)
         reinterpret_cast<float4*>(p.dq_sum)[block * kBlock + i % kBlock] = {};
     }
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   // A row without keys and sink has no gradient, whatever dout and dlse hold: P is 0 there, and 0 * inf would not be.
   const float delta = lse == -kInfinity ? 0.f : deltas[threadIdx.x / 16][threadIdx.x % 16] - dlse;
   if constexpr (kSpec.packed) {
-    float* const target = p.delta.data + 2 * at.statistic(its_head) + statistic_of(its_row);
+    float* const target = p.delta.data + 2 * at.statistic(s, its_head) + statistic_of(its_row);
     target[0] = lse_in_base_2(lse), target[16] = delta;
   } else if (its_row < s.seqlen_q) {
     p.delta.at(batch, its_head)[its_row * p.delta.row] = delta;
@@ -135,8 +135,8 @@ __global__ void __launch_bounds__(256) finish_backward(const __grid_constant__ B
   if (kSpec.varlen ? sequence < 0 : sequence >= p.sizes.batch) return;
   const auto place = place_of<kSpec.varlen>(p.sizes, p.segments, sequence);
   const Sizes& s = sizes_in(p.sizes, place);
-  const float4* const sum =
-      reinterpret_cast<const float4*>(p.dq_sum) + ((place.block(head) + first_row / 16) * kParts + part) * (4 * kCols);
+  const float4* const sum = reinterpret_cast<const float4*>(p.dq_sum) +
+                            ((place.block(s, head) + first_row / 16) * kParts + part) * (4 * kCols);
   Accumulator<kCols> dq;
 #pragma unroll
   for (int j = 0; j < kCols / 8; ++j) {

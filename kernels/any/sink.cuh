@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps) sink_gradient(const __grid_c
   };
   const auto delta_of = [&](const Place<kSpec.varlen>& place, int row) {
     if constexpr (kSpec.packed)
-      return p.delta.data[2 * place.statistic(head) + statistic_of(row) + 16];
+      return p.delta.data[2 * place.statistic(s, head) + statistic_of(row) + 16];
     else
       return p.delta.at(place.q(), head)[row * p.delta.row];
   };
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps) sink_gradient(const __grid_c
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const bool exists = batch < batches;
-        const Place<false> place = {s, int(batch)};
+        const Place<false> place = {int(batch)};
         lse[i] = exists ? lse_of(place, row) : kInfinity;
         delta[i] = exists ? delta_of(place, row) : 0.f;
         row += kThreads % s.seqlen_q, batch += kThreads / s.seqlen_q;

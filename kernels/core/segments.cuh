@@ -9,7 +9,6 @@ namespace cupyflash {
 // The sequence of an item. A head of its arrays is `head_of(array, q() or k(), ...)`.
 template <bool kVarlen>
 struct Place {
-  const Sizes& sizes;
   int batch;
 
   __device__ __forceinline__ int q() const { return batch; }
@@ -19,11 +18,11 @@ struct Place {
   __device__ __forceinline__ int rows_k() const { return batch; }
   __device__ __forceinline__ int diagonal(const Score& score) const { return score.diagonal; }
   // Where a head begins in dq_sum, in blocks of 16 rows, and in the packed statistics, in rows.
-  __device__ __forceinline__ int64 block(int head) const {
-    return (int64(batch) * sizes.heads_q + head) * ((sizes.seqlen_q + 15) / 16);
+  __device__ __forceinline__ int64 block(const Sizes& s, int head) const {
+    return (int64(batch) * s.heads_q + head) * ((s.seqlen_q + 15) / 16);
   }
-  __device__ __forceinline__ int64 statistic(int head) const {
-    return (int64(batch) * sizes.heads_q + head) * statistic_rows(sizes.seqlen_q);
+  __device__ __forceinline__ int64 statistic(const Sizes& s, int head) const {
+    return (int64(batch) * s.heads_q + head) * statistic_rows(s.seqlen_q);
   }
 };
 
@@ -47,10 +46,10 @@ struct Place<true> {
   __device__ __forceinline__ PackedRows rows_q() const { return {first_q, sizes.seqlen_q}; }
   __device__ __forceinline__ PackedRows rows_k() const { return {first_k, sizes.seqlen_k}; }
   __device__ __forceinline__ int diagonal(const Score&) const { return to_diagonal; }
-  __device__ __forceinline__ int64 block(int head) const {
+  __device__ __forceinline__ int64 block(const Sizes&, int head) const {
     return int64(head) * segments.lists[kBlocks].bound + segments.all()[batch].first[kBlocks];
   }
-  __device__ __forceinline__ int64 statistic(int head) const {
+  __device__ __forceinline__ int64 statistic(const Sizes&, int head) const {
     return (int64(head) * segments.lists[kStatistics].bound + segments.all()[batch].first[kStatistics]) *
            kStatisticTile;
   }
@@ -75,7 +74,7 @@ __device__ __forceinline__ Place<kVarlen> place_of(const Sizes& s, const Segment
   if constexpr (kVarlen)
     return Place<true>(s, segments, batch);
   else
-    return {s, batch};
+    return {batch};
 }
 
 // The sizes of a place. Through a reference in a struct the compiler arranges the code of dense kernels otherwise.

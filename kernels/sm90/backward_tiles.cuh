@@ -184,7 +184,7 @@ __device__ __forceinline__ Job make_job(const HopperBackwardParams& p, const Pla
     if (first < seen_by_all.first || first + kSpec.block_q - 1 > seen_by_all.last) flags |= 1 << group;
   }
   const int q_blocks = (s.seqlen_q + 15) / 16;
-  const uint32 of_head = kSpec.varlen ? uint32(place.block(head)) : uint32(work.batch * s.heads_q + head) * q_blocks;
+  const uint32 of_head = kSpec.varlen ? uint32(place.block(s, head)) : uint32(work.batch * s.heads_q + head) * q_blocks;
   const uint32 block = of_head + first / 16;
   uint32 before = 0;
   if constexpr (kSpec.deterministic) {
@@ -236,7 +236,7 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
   };
   const auto copy_queries = [&](const Where& place, int first, int head) {  // with what comes with them
     const uint32 full = tiles.queries().full(tiles.queries().slot()), slot = tiles.queries().slot();
-    const int64 row = place.statistic(head) + first;
+    const int64 row = place.statistic(s, head) + first;
     barrier_expect(full, Tiles::kQBytes + Tiles::kStatisticBytes);
     copy_tile<kBlockQ, kDim>(tiles.q + slot * Tiles::kQBytes, p.q_map, full, first, head, place.rows_q());
     copy_bytes(tiles.statistics + slot * Tiles::kStatisticBytes, p.delta.data + 2 * row, full, Tiles::kStatisticBytes);
@@ -256,7 +256,8 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
     const Work work = key_tiles.works.work;
     const Range seen = key_tiles.seen;
     const int count = seen.last - seen.first + 1;
-    const int of_head = kSpec.varlen ? (place_of_work(work).sizes.seqlen_k + kBlockK - 1) / kBlockK : p.keys.tiles;
+    const int of_head =
+        kSpec.varlen ? (sizes_in(s, place_of_work(work)).seqlen_k + kBlockK - 1) / kBlockK : p.keys.tiles;
     int tile = p.rotated ? seen.first + int(int64(work.tile) * count / of_head) : seen.first;
     int in_group = 0, in_head = 0;
 #pragma unroll 1
