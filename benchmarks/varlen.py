@@ -1,12 +1,14 @@
-"""Packed sequences of very different lengths: cupyflash beside the dense kernels and its peers, timed in turn.
+"""Packed sequences of very different lengths: cupyflash beside its dense kernels and its peers, timed in turn.
 
-    python benchmarks/varlen.py [--head-dims 128] [--mean 1024] [--longest 8192] [--tokens 65536]
+    python benchmarks/varlen.py [--head-dims 64 128] [--mean 1024] [--longest 8192] [--tokens 65536]
 
 Lengths are log-normal, cut off at the longest, and the same for all entries; heads * head_dim = 2048, bfloat16. A rate
 counts what is useful: 4 * heads * head_dim operations for each pair of a query and a key of one sequence, half of that
 when causal; a backward pass 2.5 times as many. "dense" is cupyflash on as many tokens, in sequences of one length: the
-one for which as many operations belong to a token. Peers: FlashAttention-3 and -4, and PyTorch's `varlen_attn`; one
-that is not installed is left out and named. Our results are compared with those of dense calls, sequence by sequence.
+one for which as many operations belong to a token. Peers: FlashAttention-3 (its PyTorch or JAX package) and -4, and
+PyTorch's `varlen_attn`; one that is not installed is left out and named. Our results are compared with those of dense
+calls, sequence by sequence, and the output of a peer with ours: what disagrees gets no figure. Under a minute on an
+H200, most of it for kernels that are compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import output
-import side_by_side
+import side_by_side  # says so if there is no PyTorch
 import torch
 from side_by_side import PASSES, WIDTH, Pair, synchronize, to_cupy, to_torch, torch_pair
 
@@ -48,76 +50,104 @@ def ours(lengths, q, k, v, dout, cu_seqlens, causal):
     options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "causal": causal}
     out, lse = attention_varlen(*qkv, return_lse=True, **options)
     saved = (dout_, *qkv, out, lse)
-    check(lengths, qkv, dout_, causal, out, attention_varlen_backward(*saved, **options))
+    check(lengths, qkv, dout_, causal, (out, *attention_varlen_backward(*saved, **options)[:3]))
     return Pair(
         lambda: attention_varlen(*qkv, **options), lambda: attention_varlen_backward(*saved, **options), synchronize
     )
 
 
-def check(lengths, qkv, dout, causal, out, gradients):
-    """Raise unless each sequence has what it has alone."""
+def check(lengths, qkv, dout, causal, results):
+    """Raise unless each sequence has the output that it has alone, and all of them together their gradients."""
     from cupyflash import attention, attention_backward
 
-    first = 0
+    results, alone, first = [to_torch(x, torch.bfloat16) for x in results], [], 0
     for length in lengths:
         rows = slice(first, first + length)
         first += length
-        alone = [x[None, rows] for x in (*qkv, dout)]
-        out_alone, lse = attention(*alone[:3], causal=causal, return_lse=True)
-        right = (out_alone, *attention_backward(alone[3], *alone[:3], out_alone, lse, causal=causal)[:3])
-        for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *gradients[:3]), right):
-            got, expected = (to_torch(a, torch.bfloat16).float() for a in (x[rows], y[0]))
-            error = ((got - expected).norm() / expected.norm()).item()
-            if not error < TOLERANCE:
-                raise ArithmeticError(f"{name} of rows {rows} is {error:.2g} from that of a dense call")
+        *inputs, its_dout = (x[None, rows] for x in (*qkv, dout))
+        out, lse = attention(*inputs, causal=causal, return_lse=True)
+        right = out, *attention_backward(its_dout, *inputs, out, lse, causal=causal)[:3]
+        alone.append([to_torch(x[0], torch.bfloat16) for x in right])
+        agree(f"out of rows {rows.start} to {rows.stop}", results[0][rows], alone[-1][0])
+    for name, got, parts in zip(("dq", "dk", "dv"), results[1:], list(zip(*alone))[1:]):
+        agree(name, got, torch.cat(parts))
+
+
+def agree(name, got, expected):
+    error = ((got.float() - expected.float()).norm() / expected.float().norm()).item()
+    if not error < TOLERANCE:
+        raise ArithmeticError(f"wrong {name}: relative error {error:.3g}")
+
+
+def torch_varlen_pair(function, q, k, v, dout):
+    """Of a function that may return more than the output."""
+
+    def first(*qkv):
+        out = function(*qkv)
+        return out[0] if isinstance(out, tuple) else out
+
+    return torch_pair(first, q, k, v, dout)
 
 
 def fa3(lengths, q, k, v, dout, cu, causal):
-    from flash_attn_interface import flash_attn_varlen_func
-
+    try:
+        from flash_attn_interface import flash_attn_varlen_func
+    except ImportError:
+        return fa3_jax(lengths, q, k, v, dout, cu, causal)
     longest = max(lengths)
+    return torch_varlen_pair(
+        lambda *qkv: flash_attn_varlen_func(*qkv, cu, cu, longest, longest, causal=causal), q, k, v, dout
+    )
 
-    def function(*qkv):
-        out = flash_attn_varlen_func(*qkv, cu, cu, longest, longest, causal=causal)
-        return out[0] if isinstance(out, tuple) else out
 
-    return torch_pair(function, q, k, v, dout)
+def fa3_jax(lengths, q, k, v, dout, cu, causal):
+    import jax
+    from flash_attn3_jax.varlen_bwd import flash_mha_varlen_bwd
+    from flash_attn3_jax.varlen_fwd import flash_mha_varlen_fwd
+
+    options = {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    options |= {"is_causal": causal, "window_size": (-1, 0 if causal else -1)}
+    *qkv, dout_, cu_ = (jax.dlpack.from_dlpack(x) for x in (q, k, v, dout, cu))
+    forward = jax.jit(lambda *arrays: flash_mha_varlen_fwd(*arrays, **options))
+    backward = jax.jit(lambda *arrays: flash_mha_varlen_bwd(*arrays, **options))
+    saved = (dout_, *qkv, *forward(*qkv, cu_, cu_), cu_, cu_)
+    return Pair(lambda: forward(*qkv, cu_, cu_), lambda: backward(*saved), jax.block_until_ready)
 
 
 def fa4(lengths, q, k, v, dout, cu, causal):
     from flash_attn.cute import flash_attn_varlen_func
 
-    def function(*qkv):
-        longest = max(lengths)
-        keywords = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        out = flash_attn_varlen_func(*qkv, **keywords, causal=causal)
-        return out[0] if isinstance(out, tuple) else out
-
-    return torch_pair(function, q, k, v, dout)
+    options = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    return torch_varlen_pair(lambda *qkv: flash_attn_varlen_func(*qkv, causal=causal, **options), q, k, v, dout)
 
 
 def torch_varlen(lengths, q, k, v, dout, cu, causal):
     from torch.nn.attention.varlen import varlen_attn
 
     longest, window = max(lengths), (-1, 0 if causal else -1)
-    return torch_pair(lambda *qkv: varlen_attn(*qkv, cu, cu, longest, longest, window_size=window), q, k, v, dout)
+    return torch_varlen_pair(
+        lambda *qkv: varlen_attn(*qkv, cu, cu, longest, longest, window_size=window), q, k, v, dout
+    )
 
 
 PEERS = {"fa3": fa3, "fa4": fa4, "torch": torch_varlen}
 
 
-def dense(arrays, tokens, seqlen, causal):
-    """cupyflash on sequences of one length, as many tokens as are whole ones."""
-    from cupyflash import attention, attention_backward
+def dense(seqlen):
+    """cupyflash on sequences of one length, as many as are whole."""
 
-    batch = tokens // seqlen
-    q, k, v, dout = (to_cupy(x[: batch * seqlen]).reshape(batch, seqlen, *x.shape[1:]) for x in arrays)
-    out, lse = attention(q, k, v, causal=causal, return_lse=True)
-    saved = (dout, q, k, v, out, lse)
-    pair = Pair(
-        lambda: attention(q, k, v, causal=causal), lambda: attention_backward(*saved, causal=causal), synchronize
-    )
-    return pair, batch * seqlen**2
+    def make(lengths, q, k, v, dout, cu, causal):
+        from cupyflash import attention, attention_backward
+
+        batch = len(q) // seqlen
+        q, k, v, dout = (to_cupy(x[: batch * seqlen]).reshape(batch, seqlen, *x.shape[1:]) for x in (q, k, v, dout))
+        out, lse = attention(q, k, v, causal=causal, return_lse=True)
+        saved = (dout, q, k, v, out, lse)
+        return Pair(
+            lambda: attention(q, k, v, causal=causal), lambda: attention_backward(*saved, causal=causal), synchronize
+        )
+
+    return make
 
 
 def measure(options, head_dim, causal, missing):
@@ -127,48 +157,68 @@ def measure(options, head_dim, causal, missing):
     cu = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
     shape = (options.tokens, WIDTH // head_dim, head_dim)
     arrays = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    pairs = sum(n * n for n in lengths)
-    seqlen = -(-pairs // options.tokens // 64) * 64  # of which as many operations belong to a token
-    calls, failed, operations = {}, {}, {}
-    makers = {"cupyflash": ours, **{name: PEERS[name] for name in PEERS if name not in missing}}
-    for name, make in (*makers.items(), ("dense", None)):
-        operations[name] = pairs
+    of_mix = sum(n * n for n in lengths)
+    seqlen = min(options.tokens, -(-of_mix // options.tokens // 64) * 64)  # with as many operations for a token
+    pairs = dict.fromkeys(("cupyflash", *PEERS), of_mix) | {"dense": options.tokens // seqlen * seqlen**2}
+    makers = {"cupyflash": ours, "dense": dense(seqlen)}
+    makers |= {name: PEERS[name] for name in options.peers if name not in missing}
+    calls, failed, expected = {}, {}, None
+    for name, make in makers.items():
         try:
-            if make is None:
-                pair, operations[name] = dense(arrays, options.tokens, seqlen, causal)
-            else:
-                pair = make(lengths, *arrays, cu, causal)
+            pair = make(lengths, *arrays, cu, causal)
             made = {f"{name}.{which}": (getattr(pair, which), pair.wait) for which in PASSES}
             for call, wait in made.values():
                 wait(call())
+            if name == "cupyflash":
+                expected = to_torch(pair.fwd(), torch.bfloat16)
+            elif name in PEERS and expected is not None:
+                out = pair.fwd()
+                agree("out", torch.from_dlpack(out[0] if isinstance(out, tuple) else out), expected)
             calls |= made
         except ImportError as error:
             missing[name] = str(error)
-        except Exception as error:  # the others go on
+        except Exception as error:  # a peer that refuses the lengths must not end the run
             failed[name] = f"{type(error).__name__}: {error}"[:300]
-    seconds = side_by_side.median_seconds(calls, options.rounds, options.seconds)
     tflops = {}
-    for entry, time in seconds.items():
+    for entry, seconds in side_by_side.median_seconds(calls, options.rounds, options.seconds).items():
         name, which = entry.split(".")
-        flops = 4 * operations[name] * WIDTH * (0.5 if causal else 1) * (2.5 if which == "bwd" else 1)
-        tflops[entry] = round(flops / time / 1e12, 1)
-    return {"sequences": len(lengths), "dense_seqlen": seqlen, "tflops": tflops, "failed": failed}
+        operations = 4 * pairs[name] * WIDTH * (0.5 if causal else 1) * (2.5 if which == "bwd" else 1)
+        tflops[entry] = round(operations / seconds / 1e12, 1)
+    about = {"sequences": len(lengths), "shortest": min(lengths), "longest": max(lengths), "dense_seqlen": seqlen}
+    return about | {"tflops": tflops, "failed": failed}
 
 
-def main(arguments=None):
+def lines(key, cell):
+    """Of a table: rates of both passes, and how many times as fast packed sequences of cupyflash are."""
+    rates = cell["tflops"]
+    for name in dict.fromkeys(entry.split(".")[0] for entry in rates):
+        known = [rates[f"{name}.{which}"] for which in PASSES]
+        own = [rates.get(f"cupyflash.{which}") for which in PASSES]
+        ratios = [f"{mine / rate:6.2f}" if mine else "     -" for mine, rate in zip(own, known)]
+        label = f"dense, {cell['dense_seqlen']} each" if name == "dense" else name
+        yield " ".join((f"{key:12} {label:18}", *(f"{rate:7.1f}" for rate in known), *ratios))
+    for name, error in cell["failed"].items():
+        yield f"{key:12} {name:18} failed: {error}"
+
+
+def parse_arguments(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--head-dims", nargs="+", type=count, default=[64, 128])
+    parser.add_argument("--head-dims", nargs="+", type=count, default=[128])
     parser.add_argument("--tokens", type=count, default=65536)
     parser.add_argument("--mean", type=count, default=1024)
     parser.add_argument("--longest", type=count, default=8192)
-    parser.add_argument("--rounds", type=count, default=5)
-    parser.add_argument("--seconds", type=rate, default=0.03, help="of one entry in one round")
+    parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
+    parser.add_argument("--rounds", type=count, default=side_by_side.ROUNDS)
+    parser.add_argument("--seconds", type=rate, default=side_by_side.SECONDS, help="of one entry in one round")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--output", type=output.file, default=Path(__file__).with_suffix(".json"))
-    options = parser.parse_args(arguments)
+    parser.add_argument("--output", type=output.file, metavar="FILE", default=Path(__file__).with_suffix(".json"))
+    return parser.parse_args(arguments)
+
+
+def main(arguments=None):
+    options = parse_arguments(arguments)
     if not torch.cuda.is_available():
-        print("varlen.py needs a CUDA GPU; PyTorch finds none", file=sys.stderr)
-        return 2
+        output.lacks("there is no GPU")
     result = {
         "gpu": torch.cuda.get_device_name(),
         "versions": output.versions(),
@@ -177,14 +227,16 @@ def main(arguments=None):
         "missing": {},
         "cells": {},
     }
+    if not options.json:
+        print(f"{'':12} {'':18} TFLOP/s forward, backward; times as fast as it cupyflash is")
     for head_dim in options.head_dims:
         for causal in (False, True):
-            cell = measure(options, head_dim, causal, result["missing"])
-            result["cells"][f"d{head_dim} {'causal' if causal else 'full'}"] = cell
-            print(f"d{head_dim} causal={causal}", cell, file=sys.stderr)
+            key = f"d{head_dim} {'causal' if causal else 'full'}"
+            cell = result["cells"][key] = measure(options, head_dim, causal, result["missing"])
             output.write(options, result)
-    if options.json:
-        print(json.dumps(result))
+            if not options.json:
+                print(*lines(key, cell), sep="\n", flush=True)
+    print(json.dumps(result) if options.json else f"not installed: {result['missing'] or 'none'}")
     return 1 if any(cell["failed"] for cell in result["cells"].values()) else 0
 
 

@@ -2,8 +2,10 @@
 
 from . import padding, reference
 from .attention import AttentionGradients, attention, attention_backward
+from .block_mask import BlockMask
 from .dropout import dropout_mask
 from .merge import merge_attention
+from .mods import MaskMod, ModError, ScoreMod
 from .roofline import roofline
 from .varlen import attention_varlen, attention_varlen_backward
 
@@ -11,6 +13,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionGradients",
+    "BlockMask",
+    "MaskMod",
+    "ModError",
+    "ScoreMod",
     "__version__",
     "attention",
     "attention_backward",

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from . import checks, interop
+from .mods import Given
 from .problem import Problem
 from .reference import AttentionGradients
 
@@ -26,10 +27,14 @@ def attention(
     softcap=None,
     bias=None,
     mask=None,
+    block_mask=None,
     alibi_slopes=None,
     sink=None,
+    score_mod=None,
+    mask_mod=None,
     dropout=0.0,
     seed=None,
+    precision=None,
     out=None,
     return_lse=False,
 ):
@@ -70,6 +75,9 @@ def attention(
         hides a key.
     mask : array of bool, optional
         True where a query may see a key; of what other masks hide, it shows nothing. It broadcasts as ``bias``.
+    block_mask : BlockMask, optional
+        The blocks of queries and keys that are computed; the others cost nothing. On the device of ``q``. One whose
+        blocks are shown in part does not go with ``mask``.
     alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
         ALiBi [4]_: a logit loses ``slope`` times the distance of its key from the diagonal, that of
         ``window``: ``slope * abs(i + seqlen_k - seqlen_q - j)``, or ``slope * abs(i - j)`` with
@@ -79,6 +87,10 @@ def attention(
         Attention sink [5]_: one more logit in every row of a head, of no key and of no value, so that the
         weights of the keys add up to less than 1. It is as given: no scale, ``softcap``, ALiBi or mask
         changes it. Of the dtype of ``lse``, which includes it; -inf is no sink.
+    score_mod : ScoreMod, optional
+        A function of yours that changes the logits, after ``bias`` and before the masks.
+    mask_mod : MaskMod, optional
+        A function of yours that says whether a query sees a key; of what other masks hide, it shows nothing.
     dropout : float, default 0
         Probability with which a weight becomes 0 after the softmax; those that are kept are divided by
         ``1 - dropout`` [6]_. From 0 to ``1 - 2**-32``, of which it is taken as the nearest multiple of
@@ -86,6 +98,10 @@ def attention(
     seed : int, optional
         From 0 to ``2**64 - 1``; needed with ``dropout``. The same seed drops the same weights, in any call:
         give each call one of its own, and its gradients the same one.
+    precision : {None, "highest", "tf32"}, default None
+        Of float32 on a GPU. ``None`` is ``"highest"``: as exact as products in float32, by three products of TF32
+        each [7]_. ``"tf32"`` makes one of them, from numbers rounded to 11 bits: an error of 1e-3 instead of 1e-6,
+        in less than half of the time. The host always computes in float32. Other dtypes take no ``"tf32"``.
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v), optional
         Where to write the result, with the dtype of ``q``, or float32 when that is float16 or bfloat16
         (partial results to be merged by `merge_attention` then lose nothing). It must share no memory with
@@ -109,10 +125,12 @@ def attention(
         Shapes, devices or values do not fit together; a PyTorch tensor requires grad while grad mode is on;
         ``out`` is read-only, overlaps itself or shares memory with an input; a CuPy array is misaligned. Or
         the environment variable ``CUPYFLASH_PATH`` names no kernel path, or one that the GPU cannot take; or
-        batch * heads * tiles exceeds 2**31 - 1, the blocks of a launch.
+        batch * heads * tiles exceeds 2**31 - 1, the blocks of a launch. `ModError`, one of its kind: the text of
+        ``score_mod`` or ``mask_mod`` does not compile.
     NotImplementedError
-        On a GPU: ``bias``, ``mask``, float32 or float64, bfloat16 below compute capability 8.0, or a head_dim
-        that needs more shared memory than the GPU has.
+        On a GPU: ``softcap``, ``alibi_slopes``, ``sink``, ``bias``, ``mask``, ``block_mask``, ``score_mod``,
+        ``mask_mod`` or ``dropout`` of float32 or float64; any dtype but float16 below compute capability 8.0, or a
+        head_dim that needs more shared memory than the GPU has.
     ImportError
         Arrays on a GPU without CuPy.
     RuntimeError
@@ -120,12 +138,13 @@ def attention(
 
     Whichever of these comes, nothing was written, unless CUDA itself failed. Errors in the arguments come
     before anything is allocated, compiled or launched. What depends on the GPU (its compiler, its shared
-    memory, bfloat16, ``CUPYFLASH_PATH``, too many tiles) is found when a call of a new shape is planned:
+    memory, the dtype, ``CUPYFLASH_PATH``, too many tiles) is found when a call of a new shape is planned:
     results may be allocated by then, but no kernel was launched.
 
     See Also
     --------
     attention_backward : The gradients.
+    BlockMask : The blocks that are computed.
     dropout_mask : The weights that dropout keeps.
     merge_attention : Combine the results for parts of the keys.
 
@@ -145,35 +164,39 @@ def attention(
                                                           x x
                                                           x x
 
-    A query sees the keys that ``causal``, ``window`` and ``mask`` all show. One that sees no key has ``out = 0``
-    and ``lse = -inf``, and so have all queries without any key. With ``sink`` its ``lse`` is the sink.
+    A query sees the keys that ``causal``, ``window``, ``mask``, ``block_mask`` and ``mask_mod`` all show. One that sees
+    no key has ``out = 0`` and ``lse = -inf``, and so have all queries without any key. With ``sink`` its ``lse`` is
+    the sink.
 
-    *Order.* First the scale, then ``softcap``, then ALiBi and ``bias``, then the masks. With s the scaled product of
-    query i and key j, ``lse`` is that of the logits
-    ``softcap * tanh(s / softcap) - slope * abs(i + diagonal - j) + bias[i, j]``, -inf where the key is hidden, and
-    of ``sink``. Partial results that are merged count every sink that they were given: give it to one part.
+    *Order.* First the scale, then ``softcap``, then ALiBi and ``bias``, then ``score_mod``, then the masks. With s the
+    scaled product of query i and key j, ``lse`` is that of the logits
+    ``softcap * tanh(s / softcap) - slope * abs(i + diagonal - j) + bias[i, j]``, changed by ``score_mod``, -inf where
+    the key is hidden, and of ``sink``. Partial results that are merged count every sink that they were given: give it
+    to one part.
 
     *Dropout.* Whether a weight is kept depends on the seed and on the batch, the query head, the query and the
     key that it belongs to, on nothing else: not on the backend, the dtype, the lengths or the other options.
     A call in a CUDA graph keeps its seed: each replay drops the same weights.
 
     *NaN and infinity.* NaN in a query makes its own row NaN and no other. Work is done in tiles of neighbouring
-    queries and keys, and tiles in which ``causal`` and ``window`` show no query a key are skipped: NaN or
-    infinity in their keys and values never reaches the result; ``mask`` and ``bias`` skip no tile. From a tile
-    that is computed, it may also reach queries of the tile that do not see that key: their weight is 0, and 0
-    times NaN is NaN. NaN or inf in ``bias`` makes the rows NaN that see the key; -inf added to a logit of NaN or
-    inf does not hide it, as ``mask`` does. A sink of inf takes all the weight: ``out = 0``, ``lse = inf``. One of
-    NaN makes ``lse`` of its head NaN, and ``out`` where a query sees a key.
+    queries and keys, and tiles in which ``causal``, ``window`` and ``block_mask`` show no query a key are
+    skipped: NaN or infinity in their keys and values never reaches the result; ``bias`` and ``mask_mod`` skip
+    no tile, ``mask`` may. From a tile that is computed, it may also reach queries of the tile that do not see
+    that key: their weight is 0, and 0 times NaN is NaN. NaN or inf in ``bias`` makes the rows NaN that see the
+    key; -inf added to a logit of NaN or inf does not hide it, as ``mask`` does; beyond 2.3e38, finite ones may
+    count as 2.3e38 on a GPU. A sink of inf takes all the weight: ``out = 0``, ``lse = inf``. One of NaN makes
+    ``lse`` of its head NaN, and ``out`` where a query sees a key.
 
-    *Dtypes.* float16, bfloat16 (`ml_dtypes.bfloat16`), float32 and float64 on the host, float16 and bfloat16
-    on the GPU, all arrays alike: nothing is cast silently. Sums and statistics are float32 (float64 for
-    float64). On the GPU, ``head_dim`` and ``head_dim_v`` are 1 to 256, and the kernels are compiled with
-    ``-ftz=true``: denormal float32 numbers, and with them denormal bfloat16 numbers, are taken as 0.
-    Denormal float16 numbers are kept. ``seqlen_q + seqlen_k`` is less than 2**30.
+    *Dtypes.* float16, bfloat16 (`ml_dtypes.bfloat16`), float32 and float64, all arrays alike: nothing is cast
+    silently. Sums and statistics are float32 (float64 for float64). On the GPU, ``head_dim`` and ``head_dim_v``
+    are 1 to 256, and the kernels are compiled with ``-ftz=true``: denormal float32 numbers, and with them denormal
+    bfloat16 numbers, are taken as 0. Denormal float16 numbers are kept. Products of float32 take their factors
+    apart on the GPU: an element may lose its last bit even where its weight is 1, those below 1e-34 keep 11 bits,
+    and infinity becomes NaN. ``seqlen_q + seqlen_k`` is less than 2**30.
 
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
-    (and such an ``out`` written through a copy), and so is ``q`` where ``scale`` is negative; nothing else
-    is. Results for JAX on the host are copied where JAX wants another alignment.
+    (and such an ``out`` written through a copy), and so is ``q`` of 16 bits where ``scale`` is negative;
+    nothing else is. Results for JAX on the host are copied where JAX wants another alignment.
 
     *Devices and streams.* The call runs on the device of the arrays, which need not be the current one: on
     CuPy's current stream of that device, for PyTorch on PyTorch's. It returns before the GPU is done, except
@@ -193,6 +216,8 @@ def attention(
     .. [5] OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925.
     .. [6] N. Srivastava et al., "Dropout: A Simple Way to Prevent Neural Networks from Overfitting", JMLR 15 (2014);
        of attention weights: A. Vaswani et al., "Attention Is All You Need", arXiv:1706.03762.
+    .. [7] H. Ootomo, R. Yokota, "Recovering single precision accuracy from Tensor Cores while surpassing the FP32
+       theoretical peak performance", arXiv:2203.03341.
 
     Examples
     --------
@@ -225,20 +250,12 @@ def attention(
     True
     """
     dropout, seed = checks.dropout(dropout, seed)
-    options = checks.options(causal, window, scale, softcap, dropout)
+    layout, mods = getattr(block_mask, "layout", None), checks.mods(score_mod, mask_mod)
+    options = checks.options(causal, window, scale, softcap, dropout, precision, layout, mods)
     checks.flag("return_lse", return_lse)
     arrays = {"q": q, "k": k, "v": v}
-    if out is not None:
-        arrays["out"] = out
-    if alibi_slopes is not None:
-        arrays["alibi_slopes"] = alibi_slopes
-    if sink is not None:
-        arrays["sink"] = sink
-    if bias is not None:
-        arrays["bias"] = bias
-    if mask is not None:
-        arrays["mask"] = mask
-    home = interop.home(arrays)
+    arrays |= _present(out=out, alibi_slopes=alibi_slopes, sink=sink, bias=bias, mask=mask)
+    home = _home(arrays, block_mask, score_mod, mask_mod)
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_forward, home.gpu, options, views)
@@ -247,7 +264,10 @@ def attention(
         else:
             checks.result_memory(home, **views)
         slopes, sinks = _slopes(home, plan, views), views.pop("sink", None)
+        if block_mask is not None and block_mask.mask is not None:
+            views["mask"] = block_mask.mask
         bias, mask = (_of_logits(home, plan, views, name) for name in ("bias", "mask"))
+        given = _given(score_mod, mask_mod, views)
         lse = views["lse"] = None
         if return_lse:
             lse, views["lse"] = home.empty(*plan.results["lse"])
@@ -256,7 +276,8 @@ def attention(
         else:
             out_view = views["out"]
             _gather(home, plan, views)
-            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks, seed, bias, mask)
+            of_logits = bias, mask, block_mask, given
+            home.backend.forward(plan.problem, *_batched(plan, views), slopes, sinks, seed, *of_logits)
             if views["out"] is not out_view:
                 out_view[...] = views["out"]
         return (home.give(out), home.give(lse)) if return_lse else home.give(out)
@@ -278,10 +299,14 @@ def attention_backward(
     softcap=None,
     bias=None,
     mask=None,
+    block_mask=None,
     alibi_slopes=None,
     sink=None,
+    score_mod=None,
+    mask_mod=None,
     dropout=0.0,
     seed=None,
+    precision=None,
     deterministic=False,
 ):
     """Gradients of `attention` with respect to ``q``, ``k``, ``v``, ``bias`` and ``sink``.
@@ -313,20 +338,25 @@ def attention_backward(
         As `attention` returned it with ``return_lse=True``.
     dlse : array, shape (batch, heads_q, seqlen_q), optional
         Gradient of ``lse``, with the dtype of ``lse``; 0 when left out.
-    causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed
+    causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes, sink
         As given to `attention`. No gradient of ``alibi_slopes`` is computed.
+    score_mod, mask_mod, dropout, seed, precision
+        As given to `attention`. The derivative of ``score_mod`` multiplies ``ds`` where its result has a weight.
     deterministic : bool, default False
         Add everything in a fixed order, so that the same call always gives the same bits; slower on a GPU.
-        ``dsink`` is always added so.
+        ``dsink`` is always added so, and everything of float32 and float64. On a GPU, gradients of what ``score_mod``
+        captured have no such order: NotImplementedError.
 
     Returns
     -------
     AttentionGradients
         Named tuple of ``dq``, ``dk``, ``dv``, ``dbias`` and ``dsink``: arrays with shape and dtype of ``q``,
         ``k``, ``v``, ``bias`` and ``sink``, of their library; ``dbias`` is None without ``bias``, ``dsink`` without
-        ``sink``. ``dbias`` is summed in float32 (float64 for float64) and then rounded. Take them by name, or the
-        first three by ``dq, dk, dv, *_``: more fields may follow. Gradients of a query that sees no key, and of a
-        key that no query sees, are 0, and so is that of the bias of a key that is hidden.
+        ``sink``. Last comes ``dscore_mod``, a dict of the gradients that ``score_mod`` asks for, by name, each with
+        shape and dtype of what was captured; None where it asks for none. ``dbias`` and these are summed in float32
+        (float64 for float64) and then rounded. Take them by name, or the first three by ``dq, dk, dv, *_``: more fields
+        may follow. Gradients of a query that sees no key, and of a key that no query sees, are 0, and so is that of the
+        bias of a key that is hidden.
 
     Raises
     ------
@@ -363,43 +393,65 @@ def attention_backward(
     ([1.0, 1.0, 1.0, 1.0], [-2.0])
     """
     dropout, seed = checks.dropout(dropout, seed)
-    options = checks.options(causal, window, scale, softcap, dropout)
+    layout, mods = getattr(block_mask, "layout", None), checks.mods(score_mod, mask_mod, backward=True)
+    options = checks.options(causal, window, scale, softcap, dropout, precision, layout, mods)
     checks.flag("deterministic", deterministic)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-    if dlse is not None:
-        arrays["dlse"] = dlse
-    if alibi_slopes is not None:
-        arrays["alibi_slopes"] = alibi_slopes
-    if sink is not None:
-        arrays["sink"] = sink
-    if bias is not None:
-        arrays["bias"] = bias
-    if mask is not None:
-        arrays["mask"] = mask
-    home = interop.home(arrays)
+    arrays |= _present(dlse=dlse, alibi_slopes=alibi_slopes, sink=sink, bias=bias, mask=mask)
+    home = _home(arrays, block_mask, score_mod, mask_mod)
     with home.scope():
         views = home.views(arrays)
         plan = _plan(_plan_backward, home.gpu, options, views)
+        if home.gpu and deterministic and plan.captured:
+            raise NotImplementedError(
+                f"deterministic is True and score_mod has gradients={score_mod.gradients}; allowed on the GPU: False, "
+                "since it adds them in no fixed order"
+            )
         slopes, sinks = _slopes(home, plan, views), views.pop("sink", None)
+        if block_mask is not None and block_mask.mask is not None:
+            views["mask"] = block_mask.mask
         bias, mask = (_of_logits(home, plan, views, name) for name in ("bias", "mask"))
+        given = _given(score_mod, mask_mod, views)
         views.setdefault("dlse")
         grads = {}
         for name, (shape, dtype) in plan.results.items():
             grads[name], views[name] = home.empty(shape, dtype)
         dbias, dsink = views.pop("dbias", None), views.pop("dsink", None)
+        captured = {name: views.pop(f"d{name}") for name in plan.captured}
         if plan.empty:
             _fill({"dq": 0, "dk": 0, "dv": 0}, views)
             if dbias is not None:
                 dbias[...] = 0
             if dsink is not None:
                 dsink[...] = _gradient_of_all_weight(home, plan, sinks, views["dlse"])
+            for gradient in captured.values():
+                gradient[...] = 0
         else:
             _gather(home, plan, views)
             if dbias is not None:
                 dbias = dbias.reshape((1,) * (4 - dbias.ndim) + dbias.shape)
             arrays = *_batched(plan, views), slopes, sinks, dsink
-            home.backend.backward(plan.problem, *arrays, bool(deterministic), seed, bias, mask, dbias)
-        return AttentionGradients(**{name: home.give(grad) for name, grad in grads.items()})
+            of_logits = bias, mask, dbias, block_mask, given, captured
+            home.backend.backward(plan.problem, *arrays, bool(deterministic), seed, *of_logits)
+        given_back = {name: home.give(grad) for name, grad in grads.items()}
+        if captured:
+            given_back["dscore_mod"] = {n.partition(".")[2]: given_back.pop(f"d{n}") for n in captured}
+        return AttentionGradients(**given_back)
+
+
+def _present(**arrays):
+    return {name: x for name, x in arrays.items() if x is not None}
+
+
+def _home(arrays, block_mask, *mods):
+    """Where all that the call was given is; to `arrays` what the functions of the user captured is added."""
+    for mod in mods:
+        if mod is not None:
+            arrays |= mod.arrays
+    home = interop.home(arrays)
+    if block_mask is not None:
+        checks.block_mask(block_mask, home)
+    return home
 
 
 class _Plan(NamedTuple):
@@ -410,6 +462,7 @@ class _Plan(NamedTuple):
     batched: bool  # four axes; the backends know no other number
     scattered: list  # names of the arrays whose rows, which the kernels read as a whole, are not contiguous
     results: dict  # name -> (shape, dtype)
+    captured: tuple = ()  # names of the captured arrays that have gradients
 
 
 def _plan(make, gpu, options, views):
@@ -440,14 +493,16 @@ def _plan_backward(gpu, options, views):
         results["dbias"] = (views["bias"].shape, checks.PLAIN_DTYPES[problem.bias])
     if problem.sink:
         results["dsink"] = ((problem.heads_q,), checks.lse_dtype(problem.dtype))
-    return _Plan(problem, problem.empty, views["q"].ndim == 4, _scattered(gpu, views), results)
+    captured = tuple(f"score_mod.{capture.name}" for capture in problem.mods.tracked) if problem.mods else ()
+    results |= {f"d{name}": (views[name].shape, views[name].dtype) for name in captured}
+    return _Plan(problem, problem.empty, views["q"].ndim == 4, _scattered(gpu, views), results, captured)
 
 
 def _scattered(gpu, views):
     for name, x in views.items():
         if gpu and x is not None and any(stride % x.itemsize for stride in x.strides):
             raise ValueError(f"{name} has strides {x.strides}; allowed: multiples of its {x.itemsize} bytes an element")
-    rows = {name: x for name, x in views.items() if gpu and name not in _BY_ELEMENT}
+    rows = {name: x for name, x in views.items() if gpu and name not in _BY_ELEMENT and "." not in name}
     return [name for name, x in rows.items() if x.shape[-1] > 1 and x.strides[-1] != x.itemsize]
 
 
@@ -468,6 +523,13 @@ def _of_logits(home, plan, views, name):
     x, problem = views.pop(name, None), plan.problem
     shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     return None if x is None else home.xp.broadcast_to(x, shape)
+
+
+def _given(score_mod, mask_mod, views):
+    """The functions with what they captured, taken out of `views`; None without any."""
+    if score_mod is mask_mod is None:
+        return None
+    return Given(score_mod, mask_mod, {name: views.pop(name) for name in [*views] if "." in name})
 
 
 def _batched(plan, views):

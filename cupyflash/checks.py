@@ -15,16 +15,18 @@ from typing import NamedTuple
 import numpy as np
 from ml_dtypes import bfloat16
 
+from .mods import CPP_TYPES, FLOATS, HOST_TYPES, MOST_AXES, MOST_CAPTURES, MaskMod, Mods, ScoreMod
 from .problem import Problem
 
 DTYPES = {np.dtype(t): t.__name__ for t in (np.float16, bfloat16, np.float32, np.float64)}
 PLAIN_DTYPES = {name: dtype for dtype, name in DTYPES.items()}  # dtypes of arrays may carry metadata
-GPU_DTYPES = ("float16", "bfloat16")
+PRECISIONS = (None, "highest", "tf32")
 GPU_HEAD_DIM = 256
 CORNERS = ("lower_right", "upper_left")
 MAX_SEQLENS = 2**30  # sums of two positions and a window side stay within 32 bits in the kernels
 MAX_SCALE = 1e38  # times log2(e), it is still finite in float32
 SOFTCAP = (1e-30, 1e30)  # the kernels divide by it, in float32 and where numbers below 1e-38 are 0
+MASK_TILE = 128  # queries and keys that block masks have a bit for: kMaskTile
 MAX_COUNTED = 2**32  # batches or heads that the counter of dropout tells apart
 
 
@@ -41,6 +43,9 @@ class Options(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     dropout: float = 0.0
+    precision: str | None = None
+    block_mask: tuple | None = None  # BlockMask.layout
+    mods: Mods | None = None  # without the types of what they captured
 
 
 _NO_OPTIONS = Options()
@@ -60,16 +65,36 @@ def shown(value) -> str:
     return text if 0 < len(text) <= 200 else f"of type {type_name(value)} and too long to print"
 
 
-def options(causal, window, scale, softcap=None, dropout=0.0) -> Options:
+def options(causal, window, scale, softcap=None, dropout=0.0, precision=None, block_mask=None, mods=None) -> Options:
     """Options in one spelling: `causal=True` is the lower right corner and no key to the right."""
-    if causal is False and window is None and scale is None and softcap is None and not dropout:
+    none = scale is softcap is precision is block_mask is mods is None
+    if causal is False and window is None and not dropout and none:
         return _NO_OPTIONS
     corner = _corner(causal)
     left, right = (None, None) if window is None else _window(window)
     if corner is not None:
         right = 0
     scale, softcap = None if scale is None else _scale(scale), None if softcap is None else _softcap(softcap)
-    return Options(corner or "lower_right", left, right, scale, softcap, dropout)
+    more = _precision(precision), block_mask, mods
+    return Options(corner or "lower_right", left, right, scale, softcap, dropout, *more)
+
+
+def mods(score_mod, mask_mod, backward=False) -> Mods | None:
+    """Functions of the user; a forward does not depend on whose gradients are wanted."""
+    if score_mod is mask_mod is None:
+        return None
+    for name, given, kind in (("score_mod", score_mod, ScoreMod), ("mask_mod", mask_mod, MaskMod)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(
+                f"{name} is {shown(given)} ({type_name(given)}); allowed: None or cupyflash.{kind.__name__}"
+            )
+    score, mask = (None if given is None else given.mod for given in (score_mod, mask_mod))
+    both = Mods(score if backward or score is None else replace(score, gradients=()), mask)
+    if len(both.captures) > MOST_CAPTURES:
+        raise ValueError(
+            f"score_mod and mask_mod capture {len(both.captures)} values; allowed: at most {MOST_CAPTURES} together"
+        )
+    return both
 
 
 def _corner(causal):
@@ -95,6 +120,15 @@ def _window(window):
         if bound is not None and bound < 0:
             raise ValueError(f"window {side} is {shown(bound)}; {allowed}: use None for unlimited")
     return (None if bound is None else int(bound) for bound in window)
+
+
+def _precision(precision):
+    allowed = "allowed: None, 'highest', which is the same, 'tf32'"
+    if precision is not None and not isinstance(precision, str):
+        raise TypeError(f"precision is {shown(precision)} ({type_name(precision)}); {allowed}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {shown(precision)}; {allowed}")
+    return None if precision == "highest" else precision
 
 
 def _scale(scale):
@@ -180,10 +214,10 @@ def given(problem) -> Problem:
 
 
 def forward(
-    gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bias=None, mask=None, sequences=None
+    gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bias=None, mask=None, sequences=None, **captured
 ) -> Problem:
     """Problem of a forward call of NumPy arrays, or of CuPy arrays when `gpu`; `sequences`: how many are packed."""
-    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, q=q, k=k, v=v, sequences=sequences)
+    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, captured, q=q, k=k, v=v, sequences=sequences)
     if out is not None:
         _check_out(problem, q, out)
         if _overlaps_itself(out):
@@ -210,9 +244,11 @@ def backward(
     bias=None,
     mask=None,
     sequences=None,
+    **captured,
 ) -> Problem:
     """Problem of a backward call of NumPy arrays, or of CuPy arrays when `gpu`; `sequences`: how many are packed."""
-    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, q=q, k=k, v=v, dout=dout, sequences=sequences)
+    arrays = {"q": q, "k": k, "v": v, "dout": dout}
+    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, captured, **arrays, sequences=sequences)
     _check_out(problem, q, out)
     _check_shape("dout", dout, out.shape, "that of out")
     for name, x in (("lse", lse), ("dlse", dlse)):
@@ -235,15 +271,12 @@ def segment(problem, seqlen_q, seqlen_k) -> Problem:
     return replace(problem, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, varlen=None, **band)
 
 
-def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, sequences=None, **more):
+def _problem(gpu, options, slopes, sink, bias, mask, captured, *, q, k, v, sequences=None, **more):
     arrays = {"q": q, "k": k, "v": v, **more}
     _check_dtypes(arrays)
     dtype = DTYPES[q.dtype]
-    if gpu and dtype not in GPU_DTYPES:
-        raise NotImplementedError(
-            f"q has dtype {dtype}; allowed on the GPU: {', '.join(GPU_DTYPES)}; "
-            f"on the host, as NumPy arrays: {', '.join(DTYPES.values())}"
-        )
+    if options.precision and dtype != "float32":
+        raise ValueError(f"precision is '{options.precision}' and q has dtype {dtype}; allowed: None, 'highest'")
     _check_axes(arrays, sequences is not None)
     *batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[-3:]
@@ -277,11 +310,28 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, sequences=None,
         raise TypeError(f"mask has dtype {mask.dtype}; allowed: bool, True where a query may see a key")
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
-            _check_broadcasts(name, x, (*batch, heads_q, seqlen_q, seqlen_k))
-            if gpu:  # what the portable kernels have of it was not run yet, and none computes dbias
-                raise NotImplementedError(f"{name} is given; allowed on the GPU: None; on the host: NumPy arrays")
+            _check_broadcasts(name, x.shape, (*batch, heads_q, seqlen_q, seqlen_k))
+    elements = False
+    if options.block_mask is not None:
+        fits(options.block_mask, (*batch, heads_q, seqlen_q, seqlen_k))
+        elements = options.block_mask[2] is not None
+        if elements and mask is not None:
+            raise ValueError(
+                "mask is given, and block_mask has blocks that are shown in part; allowed: one of them, or both as "
+                "BlockMask.from_mask(mask & block_mask.dense(seqlen_q, seqlen_k))"
+            )
     if options.dropout:
         counted(**dict(zip(("batch",), batch if sequences is None else [sequences])), heads=heads_q)
+    if gpu and q.itemsize > 2:
+        given = {"softcap": options.softcap, "alibi_slopes": slopes, "sink": sink, "bias": bias, "mask": mask}
+        given |= {"block_mask": options.block_mask, "dropout": options.dropout or None, "cu_seqlens_q": sequences}
+        if options.mods is not None:
+            given |= {"score_mod": options.mods.score, "mask_mod": options.mods.mask}
+        for name in (name for name, value in given.items() if value is not None):
+            raise NotImplementedError(
+                f"{name} is given and q has dtype {dtype}; allowed with it on the GPU: float16, bfloat16; "
+                "on the host, as NumPy arrays: every dtype"
+            )
     return Problem(
         dtype,
         *(batch or [1]),
@@ -298,16 +348,113 @@ def _problem(gpu, options, slopes, sink, bias, mask, *, q, k, v, sequences=None,
         sink is not None,
         options.dropout,
         None if bias is None else DTYPES[bias.dtype],
-        mask is not None,
+        mask is not None or elements,
+        options.precision,
+        options.block_mask is not None,
+        None if options.mods is None else _typed(gpu, options.mods, dtype, captured),
     )
 
 
-def mask_shape(batch, heads, seqlen_q, seqlen_k) -> tuple[int, ...]:
-    """Shape of a mask of dropout."""
+def _typed(gpu, mods, dtype, captured) -> Mods:
+    """With the types of the captured arrays, by name."""
+    types = HOST_TYPES if dtype == "float64" else CPP_TYPES
+    for name, x in captured.items():
+        if x.dtype not in types:
+            names = ", ".join(str(x) for x in types)
+            raise TypeError(f"{name} has dtype {x.dtype}; allowed: {names} where q has dtype {dtype}")
+        if not 1 <= x.ndim <= MOST_AXES:
+            raise ValueError(f"{name} has shape {x.shape}; allowed: 1 to {MOST_AXES} axes, or a Python number")
+        if gpu and any(abs(stride) >= x.itemsize << 31 for stride in x.strides):
+            raise ValueError(f"{name} has strides {x.strides}; allowed: less than 2**31 elements")
+    for mod in (mods.score, mods.mask):
+        if mod is None:
+            continue
+        if gpu and mod.text is None:
+            raise TypeError(f"{mod.argument} has a Python function; allowed on the GPU: text of C++")
+        if not gpu and mod.text is not None:
+            raise TypeError(f"{mod.argument} has text of C++; allowed on the host: a Python function")
+    score, mask = (None if mod is None else mod.typed(captured, types) for mod in (mods.score, mods.mask))
+    for capture in Mods(score).tracked:
+        if capture.type not in FLOATS:
+            got = captured[f"score_mod.{capture.name}"].dtype
+            raise TypeError(
+                f"score_mod.{capture.name} has dtype {got}; allowed with a gradient: floating-point numbers"
+            )
+    return Mods(score, mask)
+
+
+def block_mask(x, home):
+    """Check that it is one, and where the arrays are."""
+    from .block_mask import BlockMask
+
+    if not isinstance(x, BlockMask):
+        raise TypeError(f"block_mask is {shown(x)} ({type_name(x)}); allowed: None or a cupyflash.BlockMask")
+    if x.gpu != home.index:
+        places = ("the host" if gpu is None else f"GPU {gpu}" for gpu in (x.gpu, home.index))
+        raise ValueError("block_mask is on {}, the arrays are on {}; allowed: the same".format(*places))
+
+
+def block_size(size) -> tuple[int, int]:
+    """Queries and keys of a block."""
+    pair = size if isinstance(size, (tuple, list)) else (size, size)
+    allowed = f"allowed: positive multiples of {MASK_TILE}, one for both or (queries, keys)"
+    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, Integral) for n in pair):
+        raise TypeError(f"block_size is {shown(size)} ({type_name(size)}); {allowed}")
+    if any(n <= 0 or n % MASK_TILE or n > MAX_SEQLENS for n in pair):
+        raise ValueError(f"block_size is {shown(size)}; {allowed}")
+    return int(pair[0]), int(pair[1])
+
+
+def blocks(blocks, full=None, mask=None, name="blocks"):
+    """Check the arrays of a block mask."""
+    for which, x in ((name, blocks), ("full", full), ("mask", mask)):
+        if x is not None and x.dtype != bool:
+            raise TypeError(f"{which} has dtype {x.dtype}; allowed: bool")
+    if blocks.ndim not in (2, 3, 4):
+        axes = "[[batch,] heads_q,] " + ("seqlen_q, seqlen_k" if name == "mask" else "blocks_q, blocks_k")
+        raise ValueError(f"{name} has shape {blocks.shape}; allowed: ({axes})")
+    if full is not None and mask is None:
+        raise ValueError("full is given without a mask; allowed: both, or a mask alone")
+    if full is not None:
+        _check_broadcasts("full", full.shape, blocks.shape, "the shape of blocks")
+    if mask is not None and mask.ndim > 4:
+        raise ValueError(
+            f"mask has shape {mask.shape}; allowed: at most four axes, (batch, heads_q, seqlen_q, seqlen_k)"
+        )
+
+
+def shown_by_function(result, shape):
+    """Check what a function of indices returned."""
+    if result.dtype != bool:
+        raise TypeError(f"function returned dtype {result.dtype}; allowed: bool, True where a query may see a key")
+    _check_broadcasts("what function returned", result.shape, shape, "(batch, heads_q, queries, seqlen_k)")
+
+
+def fits(layout, shape):
+    """Check that a block mask is one for logits of this shape."""
+    blocks, size, mask = layout
+    lengths = (-(-n // block) for n, block in zip(shape[-2:], size))
+    expected = (1,) * (4 - len(shape)) + (*shape[:-2], *lengths)
+    if any(n not in (1, whole) for n, whole in zip(blocks[:2], expected)) or blocks[2:] != expected[2:]:
+        raise ValueError(
+            f"block_mask has shape {blocks} of blocks of {size}; allowed: {expected}, where batch and heads may be 1"
+        )
+    if mask is not None:
+        _check_broadcasts("the mask of block_mask", mask, (1,) * (4 - len(shape)) + tuple(shape))
+
+
+def logits_shape(batch, heads, seqlen_q, seqlen_k) -> tuple[int, ...]:
+    """Shape of a matrix of logits that someone names."""
     sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     batch, heads, seqlen_q, seqlen_k = (integer(name, size, 0) for name, size in sizes.items())
     if seqlen_q + seqlen_k >= MAX_SEQLENS:
         raise ValueError(f"seqlen_q is {seqlen_q} and seqlen_k is {seqlen_k}; allowed: less than 2**30 together")
+    return batch, heads, seqlen_q, seqlen_k
+
+
+def mask_shape(batch, heads, seqlen_q, seqlen_k) -> tuple[int, ...]:
+    """Shape of a mask of dropout."""
+    batch, heads, seqlen_q, seqlen_k = logits_shape(batch, heads, seqlen_q, seqlen_k)
     counted(batch=batch, heads=heads)
     return batch, heads, seqlen_q, seqlen_k
 
@@ -420,12 +567,10 @@ def _check_bias_dtype(dtype, bias):
         raise TypeError(f"bias has dtype {bias.dtype}; allowed: {', '.join(allowed)} for dtype {dtype}")
 
 
-def _check_broadcasts(name, x, shape):
-    axes = shape[len(shape) - x.ndim :]
-    if x.ndim > len(shape) or any(size not in (1, whole) for size, whole in zip(x.shape, axes, strict=True)):
-        raise ValueError(
-            f"{name} has shape {x.shape}; allowed: what broadcasts to {shape}, ([batch,] heads_q, seqlen_q, seqlen_k)"
-        )
+def _check_broadcasts(name, given, shape, axes="([batch,] heads_q, seqlen_q, seqlen_k)"):
+    aligned = shape[len(shape) - len(given) :]
+    if len(given) > len(shape) or any(size not in (1, whole) for size, whole in zip(given, aligned, strict=True)):
+        raise ValueError(f"{name} has shape {given}; allowed: what broadcasts to {shape}, {axes}")
 
 
 def _check_lse_dtype(dtype, name, x):

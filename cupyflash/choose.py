@@ -26,19 +26,24 @@ backward, head_dim (queries x keys)
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+from .checks import MASK_TILE
 from .problem import Problem
 from .spec import (
     BIAS_TYPES,
     BackwardSpec,
+    BiasGradientSpec,
+    BiasSumSpec,
     ForwardSpec,
     HopperBackwardSpec,
     HopperForwardSpec,
     HopperKeysSpec,
     HopperQueriesSpec,
+    ModGradientSpec,
     PrepareSpec,
     SegmentsSpec,
     SinkSpec,
@@ -72,6 +77,9 @@ FORWARD_DROPPED = {
     128: ((64, 64, 4, 4, 2, 2, False), (64, 64, 4, 4, 1, 2, False)),
 }
 
+# The same for these and a block mask, whose tiles must divide its own.
+FORWARD_DROPPED_BLOCKS = FORWARD_DROPPED | {96: ((128, 32, 4, 4, 2, 2, False),)}
+
 # The same for a bias and a mask, whose addresses take registers: not timed. With 64 keys 96 and 128 spill for both in
 # float16, with 32 keys 256.
 FORWARD_LOGITS = {
@@ -81,6 +89,7 @@ FORWARD_LOGITS = {
     192: ((64, 32, 4, 4, 1, 2, False),),
     256: ((64, 16, 4, 4, 1, 2, False),),
 }
+FORWARD_MIXED = {64: ((64, 32, 4, 4, 2, 2, True),)}  # and what spills with these: functions of the user as well
 
 # Hopper, head_dim up to: (block_k, cluster, teams, groups, q_slots, slots) of full and of banded problems, of up to
 # SHORT keys and of more; the fields are those of HopperForwardSpec. Relative to cuDNN 9.19 in the same run, timed by
@@ -128,6 +137,35 @@ HOPPER_FORWARD = {
 }
 # The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
+# The same for a bias and a mask: the first tiling of a row that leaves room for a tile of them for each warpgroup, or
+# for two. By count, at 128: the products of 128 queries and 128 keys take 2048 cycles at best. In that time
+#   a 16-bit bias of every head and batch       32 KB, 16 bytes a cycle, where memory gives a multiprocessor 17; what
+#                                               heads share comes from L2, and one row for all is 256 bytes
+#   wavefronts of shared memory                 256 to bring it, 256 to read it (ldmatrix)
+#   instructions a score                        2.2, unpack and add, to about 6 of the softmax; of a mask 3
+# Of the speed without (H200, bfloat16, 8192): 128: bias 0.76, shared by heads 0.72, one row for all 0.78, mask 0.85;
+# 64, which loses its third group: 0.50, 0.54, 0.57, 0.60. One item a row, which is portable: 0.22.
+# Tried: three warpgroups at 64 and 96 spill with packed or narrow rows and with a changed score.
+HOPPER_FORWARD_LOGITS = {
+    64: ((128, 1, 1, 2, 4, 6),),
+    96: ((96, 1, 1, 2, 4, 4),),
+    128: ((128, 1, 1, 2, 2, 4), (64, 1, 1, 2, 2, 4)),
+    192: ((64, 1, 1, 2, 2, 5),),
+    256: ((64, 1, 1, 2, 2, 4), (64, 1, 1, 2, 2, 3)),
+}
+# And those whose tiles divide those of a block mask.
+HOPPER_FORWARD_BLOCKS = {
+    64: (128, 1, 1, 2, 4, 6),
+    128: (128, 1, 1, 2, 4, 4),
+    192: (64, 1, 1, 2, 4, 5),
+    256: (64, 1, 1, 2, 3, 4),
+}
+# The same for functions of the user that read an array for every score: all reads of a tile are under way together.
+HOPPER_FORWARD_READS = {
+    64: (64, 1, 1, 2, 4, 8),
+    96: (64, 1, 1, 2, 4, 6),
+    128: (64, 1, 1, 2, 4, 8),
+}
 SHORT = 1024
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
@@ -147,12 +185,15 @@ BACKWARD_SPARE = {
     128: ((64, 64, 8, 4, 2, 2, 1, 1),),
     256: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
+# And functions of the user that read an array for every score, on Turing, whose shared memory has no room for these.
+BACKWARD_READS = {128: (*BACKWARD_SPARE[128], (32, 32, 4, 2, 2, 2, 1, 1))}
 # And what spills with these: a bias and a mask.
 BACKWARD_LOGITS = {
     64: ((32, 64, 4, 4, 4, 2, 2, 2),),
     96: ((64, 64, 8, 4, 2, 2, 1, 1),),
     192: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
+BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 
 # Hopper, head_dim up to: (block_q, groups, stages, key_slots). Relative to cuDNN 9.19, timed in the same way, at the
 # same lengths, then deterministic at 4096:
@@ -185,6 +226,12 @@ BACKWARD_LOGITS = {
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
+# With a bias. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
+# In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
+# read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
+# where a mask, or a bias up to 64 columns, splits the backward, which then reads them twice. Found: 0.55 with
+# a mask; with a bias its gradient was timed, too.
+# Tried: 64, with one slot of keys: spills 16 bytes for a bias, 56 for a mask; 128: up to 20 for a mask, with ALiBi
 HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 
@@ -198,8 +245,33 @@ SPLIT = 512  # keys up to which two kernels are faster at 128
 #   one block a tile                                 full 0.86 to 1.00; causal, where nothing was in pairs, 0.83 at 512
 #                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
 HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
+HOPPER_KEYS_LOGITS = {192: (2, 3, 3)}  # the same for a bias and a mask
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
-HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout
+HOPPER_STATIC = 1024  # bytes that are left for barriers where the tiles of bias and mask are counted
+HOPPER_DROPPED = 192  # head_dim up to which their registers suffice for dropout or functions of the user
+HOPPER_READ = 192  # and up to which their shared memory suffices for tiles of bias and mask; 128 for float32 and a mask
+
+# The gradient of a bias, head_dim up to: (block_q, block_k, warps, warps_q, blocks_per_sm), ... At 8192
+# queries and keys, 32 heads of 128, a bias in bfloat16 for every logit, two products are 1.1 TFLOP: 2.9 ms at the 380
+# TFLOP/s that mma.sync does here, and its bytes, read and written, 8.6 GB: 2.1 ms at 4.1 TB/s. Predicted:
+# 3.5 to 4.5 ms, for exponentials and the tiles of K and V, 10 GB from L2, overlap with the products of another block.
+# Found (H200, both at once): the backward takes 4.7 ms without a bias, 17.7 with one that batches share, 14.9 with one
+# that heads share, too, 12.7 with one row: two to three times as much as predicted. By count it waits for L2: 26 GB.
+BIAS_GRADIENT = {
+    64: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1)),
+    96: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1)),
+    128: ((128, 64, 4, 2, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 1), (64, 32, 4, 2, 1)),
+    192: ((64, 64, 4, 2, 2), (128, 64, 8, 4, 1), (64, 64, 4, 2, 1), (32, 32, 4, 2, 1)),
+    256: ((128, 64, 8, 4, 1), (64, 64, 8, 4, 1), (64, 32, 4, 2, 1), (32, 32, 4, 2, 1)),
+}
+# The same for what spills with the rows above: block masks, functions of the user, dropout with a changed score.
+BIAS_GRADIENT_SPARE = {
+    **dict.fromkeys((64, 96, 128), ((64, 64, 4, 2, 2),)),
+    256: ((64, 64, 8, 4, 1),),
+}
+
+# Of the kernel of dscore_mod, head_dim up to: (block_k, warps), ...: not timed.
+MOD_GRADIENT = {128: ((32, 4), (32, 2)), 256: ((32, 4), (16, 2))}
 
 # Shared memory of one block by compute capability, for compiling without a GPU.
 SHARED_LIMIT = {
@@ -239,9 +311,15 @@ def path(capability: int, nvrtc: tuple[int, int]) -> str:
     return name
 
 
-def _fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int):
+def divides_mask_tile(*sizes: int) -> bool:
+    """Whether a tile of so many queries and keys lies within one of those that a block mask has bits for."""
+    return not any(MASK_TILE % size for size in sizes)
+
+
+def fitting(table: dict, first: dict, make, head_dim: int, shared_limit: int, blocks: bool = False):
+    """Return the first spec that fits, of the rows of `first` and `table` for `head_dim`."""
     key = min(limit for limit in table if limit >= head_dim)
-    specs = [make(tiling) for tiling in first.get(key, ()) + table[key]]
+    specs = [make(tiling) for tiling in first.get(key, ()) + table[key] if not blocks or divides_mask_tile(*tiling[:2])]
     for spec in specs:
         if spec.shared_bytes * spec.blocks_per_sm <= shared_limit:
             return spec
@@ -256,6 +334,15 @@ def _change(problem: Problem) -> tuple[bool, bool, bool]:
     return problem.softcap is not None, problem.alibi, problem.dropout > 0
 
 
+def _logits(problem: Problem) -> tuple[int, bool]:
+    return BIAS_TYPES.index(problem.bias), problem.mask
+
+
+def reads(problem: Problem) -> bool:
+    """Whether there is an array with something for each pair of a query and a key."""
+    return problem.bias is not None or problem.mask
+
+
 @functools.lru_cache(maxsize=1024)
 def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int, capability: int = 90) -> Variant:
     """Return the forward kernel for `problem` on a device with `shared_limit` bytes of shared memory in a block."""
@@ -264,17 +351,19 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     def make(tiling):
         _, _, warps, out_warps_q, *_ = tiling
         columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask, bool(problem.varlen)
+        more = *_change(problem), *_logits(problem), problem.blocks, bool(problem.varlen)
         return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
-    if problem.bias or problem.mask:
-        first = FORWARD_LOGITS
-    elif any(_change(problem)) or problem.varlen:
-        first = FORWARD_DROPPED if problem.dropout else FORWARD_CHANGED
+    if reads(problem):
+        first = FORWARD_LOGITS | FORWARD_MIXED if problem.mods else FORWARD_LOGITS
+    elif problem.mods or problem.varlen or any(_change(problem)):
+        first = FORWARD_CHANGED
+        if problem.dropout or problem.mods:
+            first = FORWARD_DROPPED_BLOCKS if problem.blocks else FORWARD_DROPPED
     else:
-        first = {} if float32_out or access < 16 or capability >= 100 else FORWARD_PLAIN
-    spec = _fitting(FORWARD, first, make, max(d, dv), shared_limit)
-    return Variant("sm80/forward.cuh", "forward", problem.dtype, spec)
+        first = {} if float32_out or access < 16 or capability >= 100 or problem.blocks else FORWARD_PLAIN
+    spec = fitting(FORWARD, first, make, max(d, dv), shared_limit, problem.blocks)
+    return Variant("sm80/forward.cuh", "forward", problem.dtype, spec, problem.mods)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -287,19 +376,36 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     d = round_up(problem.head_dim, 16)
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
 
-    def tiling_and_packed(table):
-        row = table[min(limit for limit in table if limit >= max(d, dv))]
-        tiling = row[2 * problem.banded + (problem.seqlen_k > SHORT or problem.varlen is not None)]
-        return tiling, access == 16 and not problem.dropout and not problem.varlen and _packing_pays(
-            problem, tiling[1] * tiling[3]
-        )
+    def row(table):
+        return table[min(limit for limit in table if limit >= max(d, dv))]
 
-    tiling, packed = tiling_and_packed(HOPPER_FORWARD)
-    spare = problem.dropout or any(_change(problem)) and (packed or access < 16 or problem.varlen)
-    if spare or problem.varlen and 64 < max(d, dv) <= 96:
-        tiling, packed = tiling_and_packed(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)
-    spec = HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *_change(problem), bool(problem.varlen))
-    return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec)
+    def make(tiling, logit_slots=0):
+        able = access == 16 and not problem.dropout and not problem.blocks and not problem.varlen
+        packed = able and _packing_pays(problem, tiling[1] * tiling[3])
+        more = *_change(problem), *_logits(problem), logit_slots, problem.blocks, bool(problem.varlen)
+        return HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *more)
+
+    changed = problem.mods is not None or any(_change(problem))
+    if reads(problem):
+        spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS))
+    elif problem.blocks:
+        spec = make(row(HOPPER_FORWARD_BLOCKS))
+    elif problem.mods and problem.mods.reads:
+        spec = make(row(HOPPER_FORWARD_READS))
+    else:
+        at = 2 * problem.banded + bool(problem.varlen or problem.seqlen_k > SHORT)
+        spec = make(row(HOPPER_FORWARD)[at])
+        both = problem.mods is not None and any(_change(problem))
+        spare = problem.dropout or both or changed and (spec.packed or access < 16 or problem.varlen)
+        if spare or problem.varlen and 64 < max(d, dv) <= 96:
+            spec = make(row(HOPPER_FORWARD | HOPPER_FORWARD_SPARE)[at])
+    return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
+
+
+def _with_logits(make, tilings: tuple):
+    """Return the spec of the first tiling that leaves room for two tiles of bias and mask, or one."""
+    specs = [make(tiling, slots) for tiling in tilings for slots in (2, 1)]
+    return next(spec for spec in specs if spec.shared_bytes + HOPPER_STATIC <= SHARED_LIMIT[90])
 
 
 def _packing_pays(problem: Problem, groups: int) -> bool:
@@ -318,43 +424,77 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     def make(tiling):
         _, _, warps, _, grad_warps_k, dq_warps_q, *_ = tiling
         columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), BIAS_TYPES.index(problem.bias), problem.mask, bool(problem.varlen)
+        more = *_change(problem), *_logits(problem), problem.blocks, bool(problem.varlen)
         return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
-    reads = problem.bias is not None or problem.mask
-    plain = not (deterministic or access < 16 or capability >= 100 or any(_change(problem)) or reads)
-    spare = problem.dropout or (access < 16 or problem.varlen) and any(_change(problem))
+    changed = problem.mods is not None or any(_change(problem))
+    with_options = changed or reads(problem) or problem.blocks
+    plain = not (deterministic or access < 16 or capability >= 100 or with_options)
+    spare = problem.dropout or problem.mods or (access < 16 or problem.varlen) and changed
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
-    if reads:
-        first = BACKWARD_SPARE | BACKWARD_LOGITS
-    spec = _fitting(BACKWARD, first, make, max(d, dv), shared_limit)
-    return Variant("sm80/backward.cuh", "backward", problem.dtype, spec)
+    if problem.blocks:
+        first = BACKWARD_SPARE | BACKWARD_BLOCKS
+    if problem.mods and problem.mods.reads:
+        first = first | BACKWARD_READS
+    if reads(problem) or problem.blocks and problem.mods:
+        first = BACKWARD_SPARE | BACKWARD_BLOCKS | BACKWARD_LOGITS if problem.mods else BACKWARD_SPARE | BACKWARD_LOGITS
+    spec = fitting(BACKWARD, first, make, max(d, dv), shared_limit, problem.blocks)
+    return Variant("sm80/backward.cuh", "backward", problem.dtype, spec, problem.mods)
 
 
-def split(problem: Problem) -> bool:
+def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    With dropout always: the one kernel has no registers left for it.
+    Also with dropout or a mask, with a bias or functions of the user up to 64, with functions that read or follow a
+    softcap, and with block masks where the order is fixed or the score is changed: the one kernel has no registers left
+    for them.
     """
     width = max(problem.head_dim, problem.head_dim_v)
+    if problem.dropout or problem.mask or width > 128:
+        return True
+    if problem.mods and (problem.mods.reads or problem.softcap is not None):
+        return True
+    if problem.blocks and (deterministic or problem.softcap is not None or problem.alibi):
+        return True
     seqlen_k = problem.seqlen_k // problem.batch if problem.varlen else problem.seqlen_k  # of packed sequences the mean
-    return problem.dropout > 0 or width > 128 or width > 64 and seqlen_k <= SPLIT
+    return bool(problem.bias or problem.mods) if width <= 64 else seqlen_k <= SPLIT
 
 
 def split_packed(problem: Problem, access: int, deterministic: bool) -> bool:
     """The same of packed sequences, for which the one kernel has fewer registers; `access` is that of the gradients."""
     in_order = deterministic and max(problem.head_dim, problem.head_dim_v) > 64
-    return split(problem) or access < 16 or any(_change(problem)) or in_order
+    return split(problem, deterministic) or access < 16 or any(_change(problem)) or in_order
 
 
-def drops_elsewhere(problem: Problem) -> bool:
-    """Whether the backward must take the portable kernel, because Hopper's have no registers left for its dropout.
-
-    Of packed sequences, which take registers themselves, wide heads have none for softcap and ALiBi either.
+def _mixes(problem: Problem) -> bool:
+    """Whether it has options that only the portable kernels combine. Hopper's bring tiles of bias and mask for every
+    tile of keys, also for those that a block mask hides, and have no registers for functions of the user beside both.
     """
-    changed = problem.softcap is not None or problem.alibi
-    wide = max(problem.head_dim, problem.head_dim_v) > (128 if problem.varlen else HOPPER_DROPPED)
-    return problem.dropout > 0 and (wide or changed) or problem.varlen is not None and wide and changed
+    return reads(problem) + problem.blocks + (problem.mods is not None) > 1
+
+
+def forward_elsewhere(problem: Problem) -> bool:
+    """Whether the forward must take the portable kernel: also for wide heads and functions that read."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    return _mixes(problem) or bool(problem.mods) and problem.mods.reads and width > max(HOPPER_FORWARD_READS)
+
+
+def backward_elsewhere(problem: Problem) -> bool:
+    """Whether the backward must take the portable kernel: also where Hopper's have no registers left for its options,
+    or no shared memory for its bias and mask. Packed sequences take registers themselves.
+    """
+    width = max(problem.head_dim, problem.head_dim_v)
+    if problem.mods:
+        widest = 128 if problem.mods.reads else HOPPER_DROPPED
+    elif reads(problem):
+        widest = 128 if problem.bias == "float32" and problem.mask else HOPPER_READ
+    else:
+        changed = problem.softcap is not None or problem.alibi
+        wide = width > (128 if problem.varlen else HOPPER_DROPPED)
+        if problem.varlen and wide and changed:
+            return True
+        return _mixes(problem) or problem.dropout > 0 and (wide or changed)
+    return _mixes(problem) or problem.dropout > 0 or width > widest
 
 
 @functools.lru_cache(maxsize=1024)
@@ -366,10 +506,13 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     access = 16 if access == 16 else min(access, 4)
     d = min(n for n in HOPPER_BACKWARD if n >= max(problem.head_dim, problem.head_dim_v))
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
-    spec = HopperBackwardSpec(
-        d, dv, *HOPPER_BACKWARD[d], deterministic, access, *_change(problem)[:2], bool(problem.varlen)
-    )
-    return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec)
+
+    def make(tiling, logit_slots=0):
+        more = BIAS_TYPES.index(problem.bias), logit_slots, problem.blocks, bool(problem.varlen)
+        return HopperBackwardSpec(d, dv, *tiling, deterministic, access, *_change(problem)[:2], *more)
+
+    spec = _with_logits(make, (HOPPER_BACKWARD[d],)) if reads(problem) else make(HOPPER_BACKWARD[d])
+    return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec, problem.mods)
 
 
 def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> bool:
@@ -378,7 +521,8 @@ def rotated(problem: Problem, deterministic: bool, tiles: int, places: int) -> b
     With a mask they see different queries anyway. Deterministic, each waits for all others of its head, which must run
     at the same time: rotated only where whole heads fill nearly all `places`.
     """
-    return not problem.banded and (not deterministic or tiles <= places and places % tiles <= places // 10)
+    hides = problem.banded or problem.blocks
+    return not hides and (not deterministic or tiles <= places and places % tiles <= places // 10)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -390,12 +534,19 @@ def hopper_split_backward(problem: Problem, access: int) -> tuple[Variant, Varia
     access = 16 if access == 16 else min(access, 4)
     d, dv = round_up(problem.head_dim, 64), round_up(problem.head_dim_v, 64)
     width = min(n for n in HOPPER_KEYS if n >= max(d, dv))
-    more = *_change(problem), bool(problem.varlen)
-    keys = HopperKeysSpec(d, dv, *HOPPER_KEYS[width], access, *more)
-    queries = HopperQueriesSpec(d, dv, *HOPPER_QUERIES[width], access, *more)
+
+    def make(kind, table):
+        def of(tiling, logit_slots=0):
+            more = *_logits(problem), logit_slots, problem.blocks, bool(problem.varlen)
+            return kind(d, dv, *tiling, access, *_change(problem), *more)
+
+        return _with_logits(of, (table[width],)) if reads(problem) else of(table[width])
+
+    keys = make(HopperKeysSpec, HOPPER_KEYS | HOPPER_KEYS_LOGITS if reads(problem) else HOPPER_KEYS)
+    queries = make(HopperQueriesSpec, HOPPER_QUERIES)
     return (
-        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys),
-        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries),
+        Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys, problem.mods),
+        Variant("sm90/backward_queries.cuh", "hopper_queries", problem.dtype, queries, problem.mods),
     )
 
 
@@ -424,9 +575,53 @@ def segments(main: Variant) -> Variant:
     return Variant("any/segments.cuh", "prepare_segments", main.dtype, SegmentsSpec(32))
 
 
+@functools.lru_cache(maxsize=1024)
+def bias_gradient(
+    problem: Problem, before: Variant, shape: tuple, access: int, shared_limit: int, mods_at: int = 0
+) -> Variant:
+    """Return the kernel of a dbias of `shape`, four axes, of what `before` left; `access` is that of the inputs."""
+    d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
+    more = *_change(problem), *_logits(problem), problem.blocks, mods_at if problem.mods else 0
+
+    def make(tiling):
+        return BiasGradientSpec(d, dv, *tiling, True, before.spec.packed, access, *more)
+
+    spare = problem.blocks or problem.mods or problem.dropout and (problem.softcap is not None or problem.alibi)
+    spec = fitting(BIAS_GRADIENT, BIAS_GRADIENT_SPARE if spare else {}, make, max(d, dv), shared_limit)
+    spec = replace(spec, summed=math.prod(bias_tiles(problem, spec, shape)[0]) > 1)
+    return Variant("sm80/bias_gradient.cuh", "bias_gradient", problem.dtype, spec, problem.mods)
+
+
+def bias_tiles(problem: Problem, spec: BiasGradientSpec, shape: tuple) -> tuple[list, list]:
+    """Return the tiles of scores along the axes that are summed, of one tile of dbias, and along the others."""
+    counts = problem.batch, problem.heads_q, -(-problem.seqlen_q // spec.block_q), -(-problem.seqlen_k // spec.block_k)
+    summed = [count for count, size in zip(counts, shape) if size == 1]
+    return summed, [count for count, size in zip(counts, shape) if size > 1]
+
+
+def bias_sum(main: Variant) -> Variant:
+    """Return the kernel that adds the parts of dbias."""
+    return Variant("sm80/bias_gradient.cuh", "add_bias_gradients", main.dtype, BiasSumSpec(8, main.spec.bias))
+
+
+@functools.lru_cache(maxsize=1024)
+def mod_gradient(problem: Problem, before: Variant, access: int, mods_at: int, shared_limit: int) -> Variant:
+    """Return the kernel of dscore_mod, of what `before` left; `access` is that of the inputs."""
+    d, dv = round_up(problem.head_dim, 16), round_up(problem.head_dim_v, 16)
+    more = *_change(problem), *_logits(problem), problem.blocks
+
+    def make(tiling):
+        return ModGradientSpec(d, dv, *tiling, access, mods_at, before.spec.packed, *more)
+
+    spec = fitting(MOD_GRADIENT, {}, make, max(d, dv), shared_limit)
+    return Variant("sm80/mod_gradient.cuh", "mod_gradient", problem.dtype, spec, problem.mods)
+
+
 def variants(capability: int) -> tuple[Variant, ...]:
     """Return the kernels that devices of `capability` (80, 90, ...) choose without softcap, ALiBi and dropout."""
-    return tuple(dict.fromkeys(_variants(capability)))
+    from . import precise  # which chooses by the functions here
+
+    return tuple(dict.fromkeys((*_variants(capability), *precise.variants(capability))))
 
 
 def _variants(capability: int) -> Iterator[Variant]:

@@ -15,13 +15,15 @@ from pathlib import Path
 from .spec import Variant
 
 OPTIONS = ("-std=c++20",)
-OLDEST_GPU = {"float16": 75, "bfloat16": 80}  # compute capability that the instructions of the kernels need
+MOD_OPTIONS = ("-diag-error=940",)  # a path of the user's function that ends without return
+OLDEST_GPU = {"float16": 75, "bfloat16": 80, "float32": 80, "float64": 80}  # capability that the instructions need
 HOPPER_OPTIONS = (*OPTIONS, "-arch=sm_90a")  # wgmma and setmaxnreg; from NVRTC 12.9 on it wins over CuPy's own -arch
 
 
 def options(variant: Variant) -> tuple[str, ...]:
     """Return the compiler's options for `variant`, without those that CuPy adds."""
-    return HOPPER_OPTIONS if variant.header.startswith("sm90/") else OPTIONS
+    base = HOPPER_OPTIONS if variant.header.startswith("sm90/") else OPTIONS
+    return base + MOD_OPTIONS if variant.mods else base
 
 
 def kernel_dir() -> Path:
@@ -57,16 +59,33 @@ def source(header: str) -> str:
     return expand(header) + "\n"
 
 
+def check_dtype(dtype: str, capability: int, target: str) -> None:
+    """Raise if a GPU of `capability` (90 is 9.0), which is that of `target`, lacks the instructions for `dtype`."""
+    oldest = OLDEST_GPU[dtype]
+    if capability < oldest:
+        raise NotImplementedError(
+            f"{dtype} needs a GPU of compute capability {_dotted(oldest)} or later, {target} has "
+            f"{_dotted(capability)}; NumPy arrays take every dtype"
+        )
+
+
+def code(variant: Variant) -> str:
+    """Return all that the compiler gets for `variant`: its header, and behind it the functions of the user."""
+    return source(variant.header) + (variant.mods.cpp() if variant.mods else "")
+
+
+def _error(variant: Variant, target: str, log: object) -> Exception:
+    """What to raise where `variant` does not compile; with functions of the user, these are wrong."""
+    if variant.mods:
+        return variant.mods.error(str(log), target)
+    return RuntimeError(f"{variant.expression} does not compile for {target}:\n{log}")
+
+
 def check_target(variant: Variant, capability: int, target: str) -> None:
     """Raise if `variant` cannot be built for `capability` (90 is 9.0), which is that of `target`."""
     from cupy_backends.cuda.libs import nvrtc
 
-    oldest = OLDEST_GPU[variant.dtype]
-    if capability < oldest:
-        raise NotImplementedError(
-            f"{variant.dtype} needs a GPU of compute capability {_dotted(oldest)} or later, {target} has "
-            f"{_dotted(capability)}; NumPy arrays take every dtype"
-        )
+    check_dtype(variant.dtype, capability, target)
     known = sorted(nvrtc.getSupportedArchs())
     # CuPy compiles for the newest one that NVRTC knows where the GPU is newer, which runs within a major version.
     if capability in known or (capability > known[-1] and capability // 10 == known[-1] // 10):
@@ -102,15 +121,15 @@ def compile_offline(variant: Variant, arch: str) -> Report:
 
     check_target(variant, _capability(arch), arch)
     start = time.perf_counter()
-    program = nvrtc.createProgram(source(variant.header), variant.header, (), ())
+    program = nvrtc.createProgram(code(variant), variant.header, (), ())
     try:
         nvrtc.addNameExpression(program, variant.expression)
         arch = "sm_90a" if variant.header.startswith("sm90/") else arch
         try:
-            nvrtc.compileProgram(program, (*OPTIONS, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v"))
+            more = MOD_OPTIONS if variant.mods else ()
+            nvrtc.compileProgram(program, (*OPTIONS, *more, f"-arch={arch}", "-ftz=true", "--ptxas-options=-v"))
         except nvrtc.NVRTCError as error:
-            log = nvrtc.getProgramLog(program)
-            raise RuntimeError(f"{variant.expression} does not compile for {arch}: {error}\n{log}") from None
+            raise _error(variant, arch, f"{error}\n{nvrtc.getProgramLog(program)}") from None
         log, cubin = nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
     finally:
         nvrtc.destroyProgram(program)
@@ -141,12 +160,10 @@ def _build(variant: Variant):
     check_target(variant, int(device.compute_capability), target)
     start = time.perf_counter()
     try:
-        module = cupy.RawModule(
-            code=source(variant.header), options=options(variant), name_expressions=(variant.expression,)
-        )
+        module = cupy.RawModule(code=code(variant), options=options(variant), name_expressions=(variant.expression,))
         built = module.get_function(variant.expression)
     except cupy.cuda.compiler.CompileException as error:
-        raise RuntimeError(f"{variant.expression} does not compile for {target}:\n{error}") from error
+        raise _error(variant, target, error) from error
     if variant.spec.shared_bytes > 0:
         built.max_dynamic_shared_size_bytes = variant.spec.shared_bytes
     if os.environ.get("CUPYFLASH_VERBOSE"):

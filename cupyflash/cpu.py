@@ -13,7 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .block_mask import BlockMask
 from .dropout import kept
+from .dual import add_gradients, score_and_tangent
+from .mods import Given
 from .problem import Problem
 
 # The fastest of those measured: smaller tiles show Python's overhead, larger ones fall out of the cache.
@@ -21,13 +24,28 @@ TILE_KEYS = 512
 TILE_ROWS = 256
 
 
-def forward(problem, q, k, v, out, lse, slopes, sink, seed=None, bias=None, mask=None, first_batch=0):
+def forward(
+    problem,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    slopes,
+    sink,
+    seed=None,
+    bias=None,
+    mask=None,
+    block_mask=None,
+    given=None,
+    first_batch=0,
+):
     """Write attention to `out`, and its log-sum-exp to `lse` unless that is `None`.
 
     `first_batch`: what dropout counts the batches from.
     """
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes, sink, seed, bias, mask, first_batch):
+        for stack in _stacks(problem, slopes, sink, seed, first_batch, bias, mask, given, block_mask):
             keys, values = stack.fold(k), stack.fold(v)
             for rows in stack.row_blocks():
                 tile_out, tile_lse = _forward_rows(stack, rows, stack.fold_queries(q, rows), keys, values)
@@ -42,7 +60,7 @@ def _forward_rows(stack, rows, queries, keys, values):
     total = np.zeros_like(highest)
     weighted = np.zeros((*highest.shape, values.shape[-1]), stack.dtype)
     for tile in stack.key_blocks(rows):
-        p = stack.logits(stack.products(queries, keys, tile), rows, tile)
+        p, _ = stack.logits(stack.products(queries, keys, tile), rows, tile)
         previous, highest = highest, np.maximum(highest, p.max(axis=-2))
         shift = np.where(highest == -np.inf, 0, highest)  # no key seen yet: -inf - 0 is -inf, not NaN
         p -= shift[..., None, :]
@@ -78,17 +96,22 @@ def backward(
     bias=None,
     mask=None,
     dbias=None,
+    block_mask=None,
+    given=None,
+    captured=None,
     first_batch=0,
 ):
     """Write `dq`, `dk`, `dv` and, unless they are `None`, `dsink` and `dbias`: four axes, of 1 where it was broadcast.
 
-    The order of the sums never varies, `deterministic` or not.
+    And `captured`, gradients of what the functions `given` captured, by name. The order of the sums never varies,
+    `deterministic` or not.
     """
     dbias_sum = None if dbias is None else np.zeros(dbias.shape, _work_dtype(problem))
+    captured_sums = {name: np.zeros(x.shape, _work_dtype(problem)) for name, x in (captured or {}).items()}
     if dsink is not None:
         dsink[...] = 0
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes, sink, seed, bias, mask, first_batch):
+        for stack in _stacks(problem, slopes, sink, seed, first_batch, bias, mask, given, block_mask):
             keys, values = stack.fold(k), stack.fold(v)
             dkeys, dvalues = np.zeros_like(keys), np.zeros_like(values)
             for rows in stack.row_blocks():
@@ -100,23 +123,25 @@ def backward(
                 delta[row_lse == -np.inf] = 0  # no weight is left that dlse could move
                 if dsink is not None:
                     stack.add_sink_gradient(dsink, rows, row_lse, delta)
-                sums = dkeys, dvalues, dbias_sum
+                sums = dkeys, dvalues, dbias_sum, captured_sums
                 dqueries = _backward_rows(stack, rows, queries, keys, values, douts, row_lse, delta, sums)
                 stack.unfold(dqueries, dq, rows)
             stack.unfold(dkeys, dk)
             stack.unfold(dvalues, dv)
         if dbias is not None:
             dbias[...] = dbias_sum
+        for name, total in captured_sums.items():
+            captured[name][...] = total
 
 
 def _backward_rows(stack, rows, queries, keys, values, douts, lse, delta, sums):
-    """Gradient of one block of queries; adds their part to the `sums`, the gradients of keys, values and bias."""
-    dkeys, dvalues, dbias = sums
+    """Gradient of one block of queries; adds their part to the `sums`, of keys, values, bias and what is captured."""
+    dkeys, dvalues, dbias, captured = sums
     dqueries = np.zeros_like(queries.folded)
     lse = np.where(lse == -np.inf, np.inf, lse)  # a row without keys: weights 0, not exp(-inf + inf)
     for tile in stack.key_blocks(rows):
         products = stack.products(queries, keys, tile)
-        p = stack.logits(products, rows, tile)
+        p, modified = stack.logits(products, rows, tile, backward=True)
         p -= lse[..., None, :]
         np.exp(p, out=p)
         kept = stack.kept(rows, tile)
@@ -124,6 +149,10 @@ def _backward_rows(stack, rows, queries, keys, values, douts, lse, delta, sums):
         ds = stack.drop(values[..., tile, :] @ douts.swapaxes(-1, -2), kept)
         ds -= delta[..., None, :]
         ds *= p
+        if modified is not None:
+            if captured:
+                stack.add_captured_gradients(captured, modified, rows, tile, ds)
+            _by_head(ds, rows)[...] = np.where(_by_head(p, rows) == 0, 0, _by_head(ds, rows) * modified.tangent)
         if dbias is not None:
             stack.add_bias_gradient(dbias, rows, tile, ds)
         if stack.problem.softcap is not None:
@@ -151,14 +180,28 @@ def _by_row(lse):
 
 
 def _stacks(problem, *arrays):
-    """Every range of batch and key heads; short sequences are stacked until they fill a tile."""
+    """Every range of batch and key heads; short sequences are stacked until they fill a tile.
+
+    What has blocks of its own is not stacked: one might read, with the weight 0, what it does not see.
+    """
     rows = max(1, min(problem.seqlen_q, TILE_ROWS // problem.group))
     heads = TILE_ROWS * TILE_KEYS // (rows * problem.group * min(problem.seqlen_k, TILE_KEYS))
     heads_k = max(1, min(problem.heads_k, heads))
+    if problem.blocks and arrays[-1].blocks.shape[1] > 1:
+        heads_k = 1
     batch = max(1, min(problem.batch, heads // heads_k))
+    if problem.blocks and arrays[-1].blocks.shape[0] > 1:
+        batch = 1
     for b in range(0, problem.batch, batch):
         for h in range(0, problem.heads_k, heads_k):
             yield _Stack(problem, slice(b, b + batch), slice(h, h + heads_k), rows, *arrays)
+
+
+class _Modified(NamedTuple):
+    """What a `score_mod` did to a tile, by head."""
+
+    before: np.ndarray
+    tangent: np.ndarray
 
 
 class _Queries(NamedTuple):
@@ -182,9 +225,11 @@ class _Stack:
     slopes: np.ndarray | None  # (batch, heads_q), of all heads
     sink: np.ndarray | None  # (heads_q,), of all heads
     seed: int | None
+    first_batch: int  # what dropout counts from
     bias: np.ndarray | None  # (batch, heads_q, seqlen_q, seqlen_k), of all heads
     mask: np.ndarray | None  # the same
-    first_batch: int  # what dropout counts from
+    given: Given | None  # functions of the user
+    block_mask: BlockMask | None
 
     @property
     def dtype(self):
@@ -192,11 +237,28 @@ class _Stack:
 
     def row_blocks(self):
         """The blocks of queries."""
-        return _blocks(0, self.problem.seqlen_q, self.rows)
+        size = None if self.block_mask is None else self.block_mask.block_size[0]
+        return _blocks(0, self.problem.seqlen_q, self.rows, size)
 
     def key_blocks(self, rows):
         """The blocks of the keys that some query of `rows` sees."""
-        return _blocks(*self.problem.key_range(rows.start, rows.stop), TILE_KEYS)
+        size = None if self.block_mask is None else self.block_mask.block_size[1]
+        tiles = _blocks(*self.problem.key_range(rows.start, rows.stop), TILE_KEYS, size)
+        return (tile for tile in tiles if self._shows(rows, tile))
+
+    def _shows(self, rows, tile):
+        if self.block_mask is not None and not self._block(self.block_mask.blocks, rows, tile).any():
+            return False
+        return self.mask is None or self._tile_of(self.mask, rows, tile).any()
+
+    def _block(self, blocks, rows, tile):
+        """What the one that a tile lies in has of these heads: `(batch, heads_k, 1, group, 1)`, each maybe 1."""
+        batch, heads, *_ = blocks.shape
+        query, key = (part.start // size for part, size in zip((rows, tile), self.block_mask.block_size))
+        block = blocks[self.batch if batch > 1 else slice(None), :, query, key]
+        if heads == 1:
+            return block[:, :, None, None, None]
+        return block.reshape(len(block), self.problem.heads_k, 1, -1, 1)[:, self.heads_k]
 
     def fold(self, x, rows=slice(None)):
         """These heads of `(batch, seqlen, heads, width)`, as `(batch, heads_k, group * seqlen, width)`."""
@@ -228,8 +290,11 @@ class _Stack:
             np.tanh(products, out=products)
         return products
 
-    def logits(self, products, rows, tile):
-        """What the softmax is of: -inf where the key is hidden. In the memory of `products`, but for softcap."""
+    def logits(self, products, rows, tile, backward=False):
+        """What the softmax is of, -inf where the key is hidden, and what `backward` needs of a `score_mod`.
+
+        In the memory of `products`, but for softcap.
+        """
         problem = self.problem
         logits = products if problem.softcap is None else products * self.dtype(problem.softcap)
         low, high = problem.unmasked_range(rows.start, rows.stop)
@@ -242,11 +307,49 @@ class _Stack:
             by_head -= self._slopes() * np.abs(ahead).astype(self.dtype)[:, None, :]
         if self.bias is not None:
             by_head += self._tile_of(self.bias, rows, tile).astype(self.dtype)
+        modified = None
+        if self.given is not None and self.given.score is not None:
+            modified = self._modified(by_head, rows, tile, backward)
         if masked:
             np.copyto(by_head, -np.inf, where=self._hidden(ahead)[:, None, :])
         if self.mask is not None:
-            np.copyto(by_head, -np.inf, where=~self._tile_of(self.mask, rows, tile))
-        return logits
+            shown = self._tile_of(self.mask, rows, tile)
+            if self.block_mask is not None and self.block_mask.full is not None:
+                shown = shown | self._block(self.block_mask.full, rows, tile)
+            np.copyto(by_head, -np.inf, where=~shown)
+        if self.block_mask is not None:
+            np.copyto(by_head, -np.inf, where=~self._block(self.block_mask.blocks, rows, tile))
+        if self.given is not None and self.given.mask is not None:
+            mod = self.given.mask
+            seen = mod.function(*self._places(rows, tile), **self.given.keywords(mod, self.dtype))
+            np.copyto(by_head, -np.inf, where=~np.asarray(seen, bool))
+        return logits, modified
+
+    def _modified(self, by_head, rows, tile, backward):
+        """Give the scores to the user's function, in place; return those before and the derivative."""
+        function, places = self.given.score.function, self._places(rows, tile)
+        captured = self.given.keywords(self.given.score, self.dtype)
+        if not backward:
+            by_head[...] = function(by_head.copy(), *places, **captured)
+            return None
+        before = by_head.copy()
+        by_head[...], tangent = score_and_tangent(function, before, places, captured)
+        return _Modified(before, tangent)
+
+    def _places(self, rows, tile):
+        """Batch, query head, query and key of the scores of a tile, by head: they broadcast to its shape."""
+        group, size = self.problem.group, (self.problem.batch, self.problem.heads_k)
+        batch, heads_k = (np.arange(*part.indices(n)) for part, n in zip((self.batch, self.heads_k), size))
+        heads = (heads_k[:, None] * group + np.arange(group))[None, :, None, :, None]
+        queries, keys = (np.arange(part.start, part.stop) for part in (rows, tile))
+        return batch.reshape(-1, 1, 1, 1, 1), heads, queries, keys.reshape(-1, 1, 1)
+
+    def add_captured_gradients(self, sums, modified, rows, tile, ds):
+        """Add to `sums`, by name, the part of one tile."""
+        mod, captured = self.given.score, self.given.keywords(self.given.score, self.dtype)
+        by_name = {name.partition(".")[2]: total for name, total in sums.items()}
+        places = self._places(rows, tile)
+        add_gradients(by_name, mod.function, modified.before, places, captured, _by_head(ds, rows))
 
     def kept(self, rows, tile):
         """Keys by queries of one tile: the weights that dropout keeps; without dropout, `None`."""
@@ -314,5 +417,9 @@ def _by_head(x, rows):
     return x.reshape(*x.shape[:-1], -1, rows.stop - rows.start)
 
 
-def _blocks(first, last, size):
-    return (slice(i, min(i + size, last)) for i in range(first, last, size))
+def _blocks(first, last, size, within=None):
+    """Slices of at most `size` that fill a range; none of them crosses a multiple of `within`."""
+    while first < last:
+        end = min(first + size, last, first - first % within + within if within else last)
+        yield slice(first, end)
+        first = end

@@ -110,6 +110,8 @@ class PyTorch(Home):
         self.mask_dtypes = {torch.bool: np.dtype(bool)}
         self.index_dtypes = {torch.int32: np.dtype(np.int32), torch.int64: np.dtype(np.int64)}
         self.torch_dtypes = {ours: theirs for theirs, ours in (self.dtypes | self.index_dtypes).items()}
+        integers = self.index_dtypes | {torch.uint8: np.dtype(np.uint8)}
+        self.captured_dtypes = self.dtypes | self.mask_dtypes | integers
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self.streams = {}  # CuPy's, by the pointer
 
@@ -141,7 +143,9 @@ class PyTorch(Home):
                 f"{name} has layout {x.layout}, is_conj() {x.is_conj()} and is_neg() {x.is_neg()}; allowed: "
                 f"torch.strided, without conjugate or negative bit ({name}.resolve_conj().resolve_neg())"
             )
-        dtypes = self.mask_dtypes if name == "mask" else self.index_dtypes if name in INDICES else self.dtypes
+        dtypes = self.captured_dtypes if "." in name else self.index_dtypes if name in INDICES else self.dtypes
+        if name in ("mask", "blocks", "full"):
+            dtypes = self.mask_dtypes
         dtype = dtypes.get(x.dtype)
         if dtype is None:
             raise TypeError(f"{name} has dtype {x.dtype}; allowed: {', '.join(map(str, dtypes))}")

@@ -8,13 +8,16 @@ struct, writes the pointers and launches.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import cupy
 import numpy as np
 
-from . import choose, compiler, tensor_map
+from . import checks, choose, compiler, precise, tensor_map
+from .block_mask import Bitmaps, bitmaps_of
 from .problem import Problem
 from .spec import Variant
 from .structs import (
@@ -25,18 +28,27 @@ from .structs import (
     HOPPER_BACKWARD_PARAMS,
     HOPPER_FORWARD_PARAMS,
     HOPPER_POINTERS,
+    LOGIT_MAP,
     MAP,
+    PRECISE_BACKWARD_PARAMS,
+    PRECISE_FORWARD_PARAMS,
     STATISTIC_TILE,
     fill,
+    fill_blocks,
     fill_dropout,
     fill_logits,
     fill_score,
     sizes,
     steps,
+    zeros,
 )
 
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
 L2_SHARE_SUMMED = 4 << 20  # the same for Hopper's main backward: 1 % faster than 24
+BIAS_BLOCKS = 4  # of the kernel of dbias, for each place on the GPU: with fewer tiles, blocks share them,
+BIAS_RUN = 16  # and with more, each computes up to so many, whose queries it reads once
+LARGE_MASK = 1 << 20  # elements of a head from which a mask is read once more, to skip the tiles that it hides
+NO_BLOCKS = Bitmaps(None, None)
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
 _plans: dict = {}
@@ -67,6 +79,20 @@ class Launch:
         return (driver.launchCooperativeKernel, before, ()) if self.cooperative else (driver.launchKernel, before, (0,))
 
 
+class Rest(NamedTuple):
+    """What a pass reads and writes beside the arrays with a head_dim: arrays, or None."""
+
+    lse: object
+    slopes: object
+    sink: object
+    bias: object
+    mask: object
+    bitmaps: tuple  # of a block mask, queries by keys and keys by queries
+    captured: list = ()  # by functions of the user, then the sums of their gradients
+    dlse: object = None
+    dbias: object = None
+
+
 @dataclass(frozen=True)
 class Plan:
     """The launches of one pass and their struct, which lacks nothing but the pointers."""
@@ -79,11 +105,16 @@ class Plan:
     idle: list = field(default_factory=list)  # copies of the struct that no call uses, each with its argument list
 
     @classmethod
-    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], workspace=()) -> Plan:
-        slots = tuple([_word(params.dtype, name) for name in names])
+    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], mods, workspace=()) -> Plan:
+        slots = []
+        for name in names:
+            if name != "mods":
+                slots.append(_slot(params.dtype, name))
+            elif mods:
+                slots += [params.dtype.fields[name][1] // 8 + slot for slot in mods.slots]
         kernels = tuple(launch.kernel for launch in launches)
         calls = tuple(launch.call for launch in launches)
-        return cls(calls, kernels, params.view(np.uint64), slots, workspace)
+        return cls(calls, kernels, params.view(np.uint64), tuple(slots), workspace)
 
     def run(self, *pointers: int) -> None:
         # What CuPy does for any kernel and any arguments, in a fraction of the time.
@@ -104,29 +135,40 @@ class Plan:
         self.idle.append((words, arguments, address))
 
 
-def _word(dtype: np.dtype, name: str) -> int:
+def _slot(dtype: np.dtype, name: str) -> int:
     """The word of a struct that holds the pointer `name`: the first one of that field, "field" or "field.field"."""
     outer, _, inner = name.partition(".")
     kind, offset, *_ = dtype.fields[outer]
-    more = tensor_map.address_word() if kind == MAP else kind.fields[inner][1] // 8 if inner else 0
+    more = tensor_map.address_word() if kind in (MAP, LOGIT_MAP) else kind.fields[inner][1] // 8 if inner else 0
     return offset // 8 + more
 
 
-def forward(problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None) -> None:
-    """Write ``out`` and, unless it is None, ``lse``. ``bias`` and ``mask`` have the shape of the logits."""
-    if problem.scale < 0:  # the kernels take the maximum before they scale
+def forward(
+    problem: Problem, q, k, v, out, lse, slopes, sink, seed: int = 0, bias=None, mask=None, block_mask=None, given=None
+) -> None:
+    """Write ``out`` and, unless it is None, ``lse``.
+
+    ``bias`` and ``mask`` have the shape of the logits; `given` has the functions of the user.
+    """
+    if problem.scale < 0 and q.itemsize == 2:  # the kernels take the maximum before they scale
         negated = (q.view(np.uint16) ^ np.uint16(0x8000)).view(q.dtype)
         keep_for_graph(negated)
-        return forward(replace(problem, scale=-problem.scale), negated, k, v, out, lse, slopes, sink, seed, bias, mask)
+        problem = replace(problem, scale=-problem.scale)
+        return forward(problem, negated, k, v, out, lse, slopes, sink, seed, bias, mask, block_mask, given)
+    problem, bitmaps = _bitmaps(problem, mask, block_mask)
     pointers = (q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, _pointer(lse), _pointer(slopes), _pointer(sink))
     offsets = ((pointers[0] | pointers[1] | pointers[2]) & 15, pointers[3] & 15)
-    rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink, bias, mask)])
+    rows = tuple([None if x is None else x.strides for x in (lse, slopes, sink)])
+    logits = tuple([None if x is None else (x.data.ptr & 15, x.strides) for x in (bias, mask)])
     device = cupy.cuda.runtime.getDevice()
-    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, out.itemsize)
+    captured = given.captured() if given else []
+    more = *map(_layout, captured), None if bitmaps is NO_BLOCKS else bitmaps[0].shape, out.itemsize
+    key = (problem, device, offsets, q.strides, k.strides, v.strides, out.strides, rows, logits, more)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_forward(problem, q, k, v, out, lse, slopes, sink, bias, mask))
-    plan.run(*pointers, seed, _pointer(bias), _pointer(mask))
+        rest = Rest(lse, slopes, sink, bias, mask, bitmaps, captured)
+        plan = _remember(key, _plan_forward(problem, (q, k, v, out), rest))
+    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask), *map(_word, captured))
 
 
 def backward(
@@ -149,25 +191,37 @@ def backward(
     bias=None,
     mask=None,
     dbias=None,
+    block_mask=None,
+    given=None,
+    gradients=None,
 ) -> None:
-    """Write ``dq``, ``dk``, ``dv`` and, unless it is None, ``dsink``, which is contiguous.
+    """Write ``dq``, ``dk``, ``dv`` and, unless they are None, ``dsink`` and ``dbias``, which are contiguous.
 
-    No kernel computes ``dbias`` yet: ``checks`` lets no bias pass.
+    ``dbias`` has four axes, of 1 where the bias was broadcast; and the ``gradients`` of what the functions `given`
+    captured, in the order of ``Mods.tracked``.
     """
     arrays = (q, k, v, dout, out, dq, dk, dv)
+    problem, bitmaps = _bitmaps(problem, mask, block_mask)
     rows = (lse,) if dlse is None else (lse, dlse)
     device = cupy.cuda.runtime.getDevice()
     layouts = tuple([(x.data.ptr & 15, x.strides) for x in arrays + rows])
-    more = tuple([None if x is None else x.strides for x in (slopes, sink, bias, mask)])
-    key = (problem, device, layouts, more, out.itemsize, deterministic)
+    captured = given.captured() if given else []
+    mod_sums = [cupy.zeros(x.shape, np.float32) for x in (gradients or {}).values()]
+    captured += mod_sums
+    more = tuple([None if x is None else x.strides for x in (slopes, sink)] + [*map(_layout, captured)])
+    logits = tuple([None if x is None else (x.data.ptr & 15, x.strides) for x in (bias, mask)])
+    shapes = tuple([None if x is None else x.shape for x in (dbias, *bitmaps)])
+    key = (problem, device, layouts, more, logits, shapes, out.itemsize, deterministic)
     plan = _plans.get(key)
     if plan is None:
-        plan = _remember(key, _plan_backward(problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic))
-    statistics, sum_size, turns = plan.workspace
-    delta = cupy.empty(statistics, np.float32)
+        rest = Rest(lse, slopes, sink, bias, mask, bitmaps, captured, dlse, dbias)
+        plan = _remember(key, _plan_backward(problem, arrays, rest, deterministic))
+    statistics, sum_size, turns, parts_size = plan.workspace
+    delta = cupy.empty(statistics, checks.lse_dtype(problem.dtype))
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
     turn = cupy.zeros(turns, np.uint32) if turns else None
-    keep_for_graph(delta, dq_sum, turn)
+    parts = cupy.empty(parts_size, np.float32) if parts_size else None
+    keep_for_graph(delta, dq_sum, turn, parts, *mod_sums)
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
@@ -181,12 +235,45 @@ def backward(
         seed,
         _pointer(bias),
         _pointer(mask),
+        _pointer(dbias),
+        _pointer(parts),
+        *map(_pointer, bitmaps),
+        *map(_word, captured),
         *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
+        _pointer(bias),
+        _pointer(mask),
     )
+    for gradient, total in zip((gradients or {}).values(), mod_sums):
+        gradient[...] = total
+
+
+def _bitmaps(problem: Problem, mask, block_mask) -> tuple[Problem, tuple]:
+    """The tiles of queries by keys, and of keys by queries, that a block mask or a large mask shows.
+
+    Hopper's kernels skip nothing where they read a mask, and are faster than the portable ones that do, unless it hides
+    most: there only a block mask skips tiles.
+    """
+    if block_mask is not None:
+        return problem, block_mask.bitmaps_under_mask if problem.mask else block_mask.bitmaps
+    if mask is None or 0 in mask.strides[2:] or problem.seqlen_q * problem.seqlen_k < LARGE_MASK or _path() == "sm90":
+        return problem, NO_BLOCKS
+    own = mask[tuple([slice(None) if step else slice(1) for step in mask.strides])]
+    bitmaps = bitmaps_of(cupy, own)
+    keep_for_graph(*bitmaps)
+    return replace(problem, blocks=True), bitmaps
 
 
 def _pointer(x) -> int:
     return 0 if x is None else x.data.ptr
+
+
+def _word(x) -> int:
+    """Of a captured value."""
+    return x if isinstance(x, int) else x.data.ptr
+
+
+def _layout(x):
+    return None if isinstance(x, int) else (x.shape, x.strides)
 
 
 def keep_for_graph(*temporaries) -> None:
@@ -195,7 +282,7 @@ def keep_for_graph(*temporaries) -> None:
     Nobody tells when the graph is gone, so the memory stays reserved until the process ends.
     """
     if cupy.cuda.get_current_stream().is_capturing():
-        _kept_for_graphs.extend(temporaries)
+        _kept_for_graphs.extend(x for x in temporaries if x is not None)
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:
@@ -207,7 +294,8 @@ def _remember(key: tuple, plan: Plan) -> Plan:
 
 def _access(problem: Problem, arrays: tuple) -> int:
     """Return the widest load, in bytes, that every row of every array is aligned to and a multiple of."""
-    bits = 16 | 2 * problem.head_dim | 2 * problem.head_dim_v
+    item = arrays[0].itemsize
+    bits = 16 | item * problem.head_dim | item * problem.head_dim_v
     for x in arrays:
         bits |= x.data.ptr
         for step in steps(x):
@@ -240,39 +328,56 @@ def _blocks(pairs: int, tiles: int) -> int:
 
 def _forward_sizes(problem: Problem, packed: int = 1):
     """`packed`: heads of a tile."""
-    key_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    key_bytes = precise.ITEM.get(problem.dtype, 2) * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     section = min(problem.batch * problem.heads_q, max(1, L2_SHARE // key_bytes) * problem.group) // packed
     return sizes(problem, section)
 
 
-def _plan_forward(problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
-    device = cupy.cuda.runtime.getDevice()
-    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+def _path() -> str:
+    return choose.path(_capability(cupy.cuda.runtime.getDevice()), cupy.cuda.nvrtc.getVersion())
+
+
+def _plan_forward(problem: Problem, arrays: tuple, rest: Rest) -> Plan:
+    device, path = cupy.cuda.runtime.getDevice(), _path()
+    if problem.dtype in precise.ITEM:
+        return _plan_precise_forward(device, problem, arrays, rest)
     plan = None
-    if path == "sm90" and bias is mask is None:
-        plan = _plan_hopper_forward(device, problem, q, k, v, out, lse, slopes, sink)
-    return plan or _plan_portable_forward(device, problem, q, k, v, out, lse, slopes, sink, bias, mask)
+    if path == "sm90" and not choose.forward_elsewhere(problem):
+        plan = _plan_hopper_forward(device, problem, arrays, rest)
+    return plan or _plan_portable_forward(device, problem, arrays, rest)
 
 
-def _plan_portable_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink, bias, mask) -> Plan:
-    float32_out = out.dtype == np.float32
-    access = _access(problem, (q, k, v) if float32_out else (q, k, v, out))
+def _plan_portable_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
+    float32_out = arrays[3].dtype == np.float32
+    access = _access(problem, arrays[:3] if float32_out else arrays)
     variant = choose.forward(problem, access, float32_out, _shared_limit(device), _capability(device))
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
-    params = np.zeros(1, FORWARD_PARAMS)
+    params = zeros(FORWARD_PARAMS, problem.mods, rest.captured)
     params["sizes"] = _forward_sizes(problem)
-    for name, x in zip(FORWARD_POINTERS, (q, k, v, out, lse)):
+    for name, x in zip(FORWARD_POINTERS, (*arrays, rest.lse)):
         fill(params, name, x)
-    fill_score(params, problem, slopes)
-    fill(params, "sink", sink)
-    fill_dropout(params, problem)
-    fill_logits(params, "bias", bias)
-    fill_logits(params, "mask", mask)
-    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS)
+    _fill_options(params, problem, rest)
+    fill_logits(params, "bias", rest.bias)
+    fill_logits(params, "mask", rest.mask)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS, problem.mods)
 
 
-def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slopes, sink) -> Plan | None:
-    """Return None where the copy engine does not read the layout of q, k or v."""
+def _plan_precise_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
+    compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
+    variant = precise.forward(problem, _access(problem, arrays), _shared_limit(device))
+    blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
+    params = np.zeros(1, PRECISE_FORWARD_PARAMS)
+    params["sizes"] = _forward_sizes(problem)
+    params["exact_scale"] = problem.scale
+    for name, x in zip(FORWARD_POINTERS, (*arrays, rest.lse)):
+        fill(params, name, x)
+    _fill_options(params, problem, rest)
+    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS, None)
+
+
+def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
+    """Return None where the copy engine does not read the layout of q, k, v, bias or mask."""
+    q, k, v, out = arrays
     if not all(map(tensor_map.possible, (q, k, v))):
         return None
     float32_out = out.dtype == np.float32
@@ -286,24 +391,49 @@ def _plan_hopper_forward(device: int, problem: Problem, q, k, v, out, lse, slope
     target = "out_map" if spec.staged else "out"
     if spec.staged:
         boxes["out_map"] = (out, queries, group)
-    params = np.zeros(1, HOPPER_FORWARD_PARAMS)
+    params = zeros(HOPPER_FORWARD_PARAMS, problem.mods, rest.captured)
     for name, (x, rows, heads) in boxes.items():
         words = tensor_map.encode(x, problem.dtype, rows, heads)
         if words is None:
             return None
         params[name] = words
+    if not _fill_logit_maps(params, problem, {"bias": rest.bias, "mask": rest.mask}, queries, group):
+        return None
     heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
     clusters = _attribute(device, "MultiProcessorCount") // spec.cluster
     params["order"], runs = _order(problem, heads, tiles, clusters * spec.teams)
     params["queries"] = queries
     params["sizes"] = _forward_sizes(problem, group)
     fill(params, "out", out)
-    fill(params, "lse", lse)
-    fill_score(params, problem, slopes)
-    fill(params, "sink", sink)
-    fill_dropout(params, problem)
+    fill(params, "lse", rest.lse)
+    _fill_options(params, problem, rest)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
-    return Plan.of((launch,), params, ("q", "k", "v", target, "lse", "score", "sink", "dropout"))
+    names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
+    return Plan.of((launch,), params, names, problem.mods)
+
+
+def _fill_logit_maps(params: np.ndarray, problem: Problem, arrays: dict, rows: int, heads: int = 1) -> bool:
+    """Whether the copy engine reads these arrays of the shape of the logits, or None, in boxes of `heads` and `rows`.
+
+    Along an axis with one entry for all, a box has that entry alone.
+    """
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        if x.shape[3] > 1 and x.strides[3] != x.itemsize:
+            return False
+        x = x.swapaxes(1, 2)
+        own = [n > 1 and stride != 0 for n, stride in zip(x.shape[:3], x.strides)]
+        x = x[tuple(slice(None if has else 1) for has in own)]
+        batch, row, head = own
+        if not tensor_map.possible(x):
+            return False
+        dtype = problem.bias if name.startswith("bias") else "bool"
+        words = tensor_map.encode(x, dtype, rows if row else 1, heads if head else 1)
+        if words is None:
+            return False
+        params[name] = (words, batch, head, row)
+    return True
 
 
 def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple, int]:
@@ -314,41 +444,41 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
     return (heads, tiles, runs, all_runs, paired), all_runs
 
 
-def _plan_backward(problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool) -> Plan:
-    device = cupy.cuda.runtime.getDevice()
-    path = choose.path(_capability(device), cupy.cuda.nvrtc.getVersion())
+def _plan_backward(problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan:
+    device, path = cupy.cuda.runtime.getDevice(), _path()
+    if problem.dtype in precise.ITEM:
+        return _plan_precise_backward(device, problem, arrays, rest)
     plan = None
-    if path == "sm90" and bias is mask is None and not choose.drops_elsewhere(problem):
-        if choose.split(problem):
-            plan = _plan_split_backward(device, problem, arrays, lse, dlse, slopes, sink)
+    if path == "sm90" and not choose.backward_elsewhere(problem):
+        if choose.split(problem, deterministic):
+            plan = _plan_split_backward(device, problem, arrays, rest)
         else:
-            plan = _plan_hopper_backward(device, problem, arrays, lse, dlse, slopes, sink, deterministic)
-    return plan or _plan_portable_backward(device, problem, arrays, lse, dlse, slopes, sink, bias, mask, deterministic)
+            plan = _plan_hopper_backward(device, problem, arrays, rest, deterministic)
+    return plan or _plan_portable_backward(device, problem, arrays, rest, deterministic)
 
 
-def _plan_portable_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, bias, mask, deterministic: bool
-) -> Plan:
+def _plan_portable_backward(device: int, problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan:
     access, out = _access(problem, arrays), arrays[4]
     main = choose.backward(problem, access, deterministic, _shared_limit(device), _capability(device))
     spec = main.spec
     pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     blocks = _blocks(pairs_k, -(-problem.seqlen_k // spec.block_k))
-    params = np.zeros(1, BACKWARD_PARAMS)
-    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
-    fill_logits(params, "bias", bias)
-    fill_logits(params, "mask", mask)
+    params = zeros(BACKWARD_PARAMS, problem.mods, rest.captured)
+    _fill_backward(params, problem, arrays, rest)
     params["sizes"] = sizes(problem, _backward_section(problem))
     before = choose.before_backward(main, out.dtype == np.float32, access)
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest.dbias)
     launches = (
         _launch_before(problem, before),
         Launch.of(main, blocks),
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
+        *of_bias,
+        *_launch_mod_gradient(device, params, problem, before, arrays),
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // spec.block_q) if deterministic else 0
-    workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns)
-    return Plan.of(launches, params, BACKWARD_POINTERS, workspace)
+    workspace = (pairs_q * problem.seqlen_q, _dq_sum_size(problem, spec), turns, parts_size)
+    return Plan.of(launches, params, BACKWARD_POINTERS, problem.mods, workspace)
 
 
 def _backward_section(problem: Problem, share: int = L2_SHARE) -> int:
@@ -379,24 +509,66 @@ def _launch_sink(problem: Problem, before: Variant) -> tuple[Launch, ...]:
     return (Launch.of(choose.sink_gradient(before), problem.heads_q),) if problem.sink else ()
 
 
+def _launch_bias(
+    device: int, params: np.ndarray, problem: Problem, before: Variant, arrays: tuple, dbias
+) -> tuple[tuple[Launch, ...], int]:
+    """Write the field ``dbias``; return the launches, and how many floats their parts of sums take.
+
+    Tiles of dbias are independent. Where they are few, `chunks` blocks share each, and write parts; so do the warps of
+    one block along an axis of a tile that is summed.
+    """
+    if dbias is None:
+        return (), 0
+    access, mods_at = _access(problem, arrays[:4]), _mods_at(params)
+    main = choose.bias_gradient(problem, before, dbias.shape, access, _shared_limit(device), mods_at)
+    spec = main.spec
+    of_one, tiles = map(math.prod, choose.bias_tiles(problem, spec, dbias.shape))
+    most = BIAS_BLOCKS * _attribute(device, "MultiProcessorCount") * spec.blocks_per_sm
+    share = -(-of_one // min(of_one, -(-most // tiles)))
+    chunks = -(-of_one // share)  # none of which is empty
+    run = max(1, min(BIAS_RUN, tiles // most), -(-tiles // MAX_BLOCKS))
+    _, _, rows, cols = dbias.shape
+    parts = chunks * (spec.warps_q if rows == 1 else 1) * (spec.warps // spec.warps_q if cols == 1 else 1)
+    params["dbias"] = (0, *dbias.shape, chunks, run, parts)
+    launches = (Launch.of(main, _blocks(-(-tiles // run), chunks)),)
+    if parts == 1:
+        return launches, 0
+    return (*launches, Launch.of(choose.bias_sum(main), _blocks(-(-dbias.size // 32), 1))), parts * dbias.size
+
+
+def _launch_mod_gradient(
+    device: int, params: np.ndarray, problem: Problem, before: Variant, arrays: tuple
+) -> tuple[Launch, ...]:
+    """A block takes some queries of one head."""
+    if not (problem.mods and problem.mods.tracked):
+        return ()
+    access = _access(problem, arrays[:4])
+    variant = choose.mod_gradient(problem, before, access, _mods_at(params), _shared_limit(device))
+    tiles = -(-problem.seqlen_q // variant.spec.block_q)
+    return (Launch.of(variant, _blocks(problem.batch * problem.heads_q, tiles)),)
+
+
+def _mods_at(params: np.ndarray) -> int:
+    return params.dtype.fields["mods"][1] if "mods" in params.dtype.names else 0
+
+
 def _statistic_rows(problem: Problem) -> int:
     """Rows of a head whose lse and delta are packed."""
     return -(-problem.seqlen_q // STATISTIC_TILE) * STATISTIC_TILE
 
 
-def _plan_hopper_backward(
-    device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink, deterministic: bool
-) -> Plan | None:
-    """Return None where the copy engine does not read the layout of q, k, v or dout."""
+def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan | None:
+    """Return None where the copy engine does not read the layout of q, k, v, dout or bias."""
     *copied, out, dq, dk, dv = arrays
     if not all(map(tensor_map.possible, copied)):
         return None
     main = choose.hopper_backward(problem, _access(problem, (dq, dk, dv)), deterministic)
     before = choose.before_backward(main, out.dtype == np.float32, _access(problem, (copied[-1], out)))
     spec = main.spec
-    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
+    params = zeros(HOPPER_BACKWARD_PARAMS, problem.mods, rest.captured)
     rows = (spec.block_q, spec.block_k, spec.block_k, spec.block_q)
-    if not _fill_maps(params, problem, copied, rows):
+    logits = {"bias_map": rest.bias}
+    if not _fill_maps(params, problem, copied, rows) or not _fill_logit_maps(params, problem, logits, spec.block_q):
         return None
     pairs_q, tiles = problem.batch * problem.heads_q, -(-problem.seqlen_k // spec.block_k)
     most = _attribute(device, "MultiProcessorCount")
@@ -407,16 +579,19 @@ def _plan_hopper_backward(
     if cooperative:
         most = most // tiles * tiles
     params["sizes"] = sizes(problem, 1 if cooperative else _backward_section(problem, L2_SHARE_SUMMED))
-    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
+    _fill_backward(params, problem, arrays, rest)
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest.dbias)
     launches = (
         _launch_before(problem, before),
         Launch.of(main, min(most, runs), cooperative),
         _launch_after(problem, choose.after_backward(main)),
         *_launch_sink(problem, before),
+        *of_bias,
+        *_launch_mod_gradient(device, params, problem, before, arrays),
     )
-    sum_size = _dq_sum_size(problem, spec)
     turns = 1 + pairs_q * -(-problem.seqlen_q // 16) if deterministic else 0
-    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * 2 * _statistic_rows(problem), sum_size, turns))
+    workspace = (pairs_q * 2 * _statistic_rows(problem), _dq_sum_size(problem, spec), turns, parts_size)
+    return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, workspace)
 
 
 def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[int, ...]) -> bool:
@@ -429,16 +604,17 @@ def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[i
     return True
 
 
-def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> Plan | None:
-    """Return None where the copy engine does not read the layout of q, k, v or dout.
+def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
+    """Return None where the copy engine does not read the layout of q, k, v, dout, bias or mask.
 
     No sum depends on the order in which blocks run, so that every call is deterministic.
     """
     *copied, out, dq, dk, dv = arrays
     if not all(map(tensor_map.possible, copied)):
         return None
-    params = np.zeros(1, HOPPER_BACKWARD_PARAMS)
-    if not _fill_maps(params, problem, copied, (64, 64, 64, 64)):
+    params = zeros(HOPPER_BACKWARD_PARAMS, problem.mods, rest.captured)
+    logits = {"bias_map": rest.bias, "mask_map": rest.mask}
+    if not _fill_maps(params, problem, copied, (64, 64, 64, 64)) or not _fill_logit_maps(params, problem, logits, 64):
         return None
     keys, queries = choose.hopper_split_backward(problem, _access(problem, (dq, dk, dv)))
     before = choose.before_backward(keys, out.dtype == np.float32, _access(problem, (copied[-1], out)))
@@ -450,20 +626,48 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, lse, dlse
     params["keys"], runs_k = _order(problem, problem.heads_k, tiles_k, most)
     params["queries"], runs_q = _order(problem, problem.heads_q, tiles_q, most)
     params["sizes"] = sizes(problem, section)
-    _fill_backward(params, problem, arrays, lse, dlse, slopes, sink)
+    _fill_backward(params, problem, arrays, rest)
+    of_bias, parts_size = _launch_bias(device, params, problem, before, arrays, rest.dbias)
     launches = (
         _launch_before(problem, before),
         Launch.of(keys, min(most, runs_k)),
         Launch.of(queries, min(most, runs_q)),
         *_launch_sink(problem, before),
+        *of_bias,
+        *_launch_mod_gradient(device, params, problem, before, arrays),
     )
-    return Plan.of(launches, params, HOPPER_POINTERS, (pairs_q * problem.seqlen_q, 0, 0))
+    return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, (pairs_q * problem.seqlen_q, 0, 0, parts_size))
 
 
-def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, lse, dlse, slopes, sink) -> None:
-    for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse, dlse)):
+def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
+    """No sum depends on the order in which blocks run, so that every call is deterministic."""
+    compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
+    delta, keys, queries = precise.backward(problem, _access(problem, arrays), _shared_limit(device))
+    pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    params = np.zeros(1, PRECISE_BACKWARD_PARAMS)
+    _fill_backward(params, problem, arrays, rest)
+    params["sizes"] = sizes(problem, _backward_section(problem))
+    params["exact_scale"] = problem.scale
+    launches = (
+        Launch.of(delta, _blocks(-(-pairs_q * problem.seqlen_q // delta.spec.warps), 1)),
+        Launch.of(keys, _blocks(pairs_k, -(-problem.seqlen_k // keys.spec.block_k))),
+        Launch.of(queries, _blocks(pairs_q, -(-problem.seqlen_q // queries.spec.block_q))),
+    )
+    return Plan.of(launches, params, BACKWARD_POINTERS, None, (pairs_q * problem.seqlen_q, 0, 0, 0))
+
+
+def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest) -> None:
+    for name, x in zip(BACKWARD_PARAMS.names, (*arrays, rest.lse, rest.dlse)):
         fill(params, name, x)
-    fill_score(params, problem, slopes)
-    fill(params, "sink", sink)
-    fill_dropout(params, problem)
+    _fill_options(params, problem, rest)
+    fill_logits(params, "bias", rest.bias)
+    fill_logits(params, "mask", rest.mask)
+    fill_blocks(params, "key_blocks", rest.bitmaps[1])
     params["delta"] = (0, problem.heads_q * problem.seqlen_q, problem.seqlen_q, 1)
+
+
+def _fill_options(params: np.ndarray, problem: Problem, rest: Rest) -> None:
+    fill_score(params, problem, rest.slopes)
+    fill(params, "sink", rest.sink)
+    fill_dropout(params, problem)
+    fill_blocks(params, "blocks", rest.bitmaps[0])

@@ -12,7 +12,7 @@ import cupy
 import numpy as np
 
 from . import choose, launch, tensor_map
-from .launch import Launch, Plan
+from .launch import NO_BLOCKS, Launch, Plan, Rest
 from .problem import Problem
 from .spec import Variant
 from .structs import (
@@ -30,13 +30,13 @@ from .structs import (
     TABLE_HEAD,
     TILE_KINDS,
     fill,
-    fill_dropout,
-    fill_score,
     sizes,
 )
 
 SEARCHED = 1024  # rows of a block that looks for those of no sequence
-POINTERS = (*BACKWARD_POINTERS, "segments")
+OTHER_POINTERS = ("lse", "score", "sink", "dropout", "segments")  # behind those of the arrays
+# Those up to dropout, whose place has the seed; what is behind them is for options that packed sequences do not have.
+POINTERS = (*BACKWARD_POINTERS[: BACKWARD_POINTERS.index("dropout") + 1], "segments")
 _plans: dict = {}
 
 
@@ -89,7 +89,7 @@ def forward(problem: Problem, indices: dict, q, k, v, out, lse, slopes, sink, se
             lse[...] = -np.inf
         return
     arrays = (q, k, v, out)
-    plan = _plan(_plan_forward, problem, indices, arrays, (lse, slopes, sink), ())
+    plan = _plan(_plan_forward, problem, indices, arrays, Rest(lse, slopes, sink, None, None, NO_BLOCKS))
     pointers = [launch._pointer(x) for x in (*arrays, lse, slopes, sink)]
     table = _prepare(plan, indices, pointers[3], 0, 0, pointers[4])
     plan.main.run(*pointers, seed, table)
@@ -121,7 +121,8 @@ def backward(
                 gradient[...] = 0
         return
     arrays = (q, k, v, dout, out, dq, dk, dv)
-    plan = _plan(_plan_backward, problem, indices, arrays, (lse, dlse, slopes, sink), (deterministic,))
+    rest = Rest(lse, slopes, sink, None, None, NO_BLOCKS, dlse=dlse)
+    plan = _plan(_plan_backward, problem, indices, arrays, rest, deterministic)
     statistics, sum_size, turns = plan.main.workspace
     delta = cupy.empty(statistics, np.float32)
     dq_sum = cupy.empty(sum_size, np.float32) if sum_size else None
@@ -129,7 +130,7 @@ def backward(
     launch.keep_for_graph(delta, dq_sum, turn)
     pointers = [launch._pointer(x) for x in (*arrays, lse, dlse, delta, dq_sum, turn, slopes, sink, dsink)]
     table = _prepare(plan, indices, *pointers[5:8], 0)
-    plan.main.run(*pointers, seed, 0, 0, table, *pointers[:4])  # the first four again: into maps, if there are any
+    plan.main.run(*pointers, seed, table, *pointers[:4])  # the first four again: into maps, if there are any
 
 
 def keep_for_graph(*temporaries) -> None:
@@ -151,18 +152,24 @@ def _prepare(plan: _Pass, indices: dict, *cleared: int) -> int:
     return table.data.ptr
 
 
-def _plan(make, problem: Problem, indices: dict, arrays: tuple, rows: tuple, more: tuple) -> _Pass:
+def _plan(make, problem: Problem, indices: dict, arrays: tuple, rest: Rest, *more) -> _Pass:
     device = cupy.cuda.runtime.getDevice()
-    layouts = tuple([None if x is None else (x.data.ptr & 15, x.strides, x.itemsize) for x in (*arrays, *rows)])
+    given = (*arrays, rest.lse, rest.dlse, rest.slopes, rest.sink)
+    layouts = tuple([None if x is None else (x.data.ptr & 15, x.strides, x.itemsize) for x in given])
     wide = tuple([(name, x.itemsize) for name, x in indices.items()])
     key = (make, problem, device, layouts, wide, more)
     plan = _plans.get(key)
     if plan is None:
         if len(_plans) >= launch.MAX_PLANS:
             _plans.clear()
-        batched = [x[None] for x in arrays]
-        plan = _plans[key] = make(device, problem, indices, batched, *rows, *more)
+        batched = rest._replace(lse=_batched(rest.lse), dlse=_batched(rest.dlse))
+        plan = _plans[key] = make(device, problem, indices, [*map(_batched, arrays)], batched, *more)
     return plan
+
+
+def _batched(x):
+    """With an axis of one batch in front."""
+    return None if x is None else x[None]
 
 
 def _plan_before(
@@ -179,10 +186,10 @@ def _plan_before(
         _fill(record, "array", x)
         record["heads"], record["item"], record["units"] = x.shape[2], x.itemsize, x.shape[3] * x.itemsize // 2
     if lse is not None:
-        _fill(params[0], "lse", lse[None])
+        _fill(params[0], "lse", lse)
         params["heads"] = problem.heads_q
     searched = -(-problem.seqlen_q // SEARCHED) + ("of_k" in cleared) * -(-problem.seqlen_k // SEARCHED)
-    return Plan.of((Launch.of(choose.segments(main), 1 + searched),), params, SEGMENTS_POINTERS)
+    return Plan.of((Launch.of(choose.segments(main), 1 + searched),), params, SEGMENTS_POINTERS, None)
 
 
 def _fill(record, name: str, x) -> None:
@@ -197,19 +204,13 @@ def _rows_in_l2(row_bytes: int, share: int = launch.L2_SHARE) -> int:
     return min(MOST, max(1, share // row_bytes))
 
 
-def _path(device: int) -> str:
-    return choose.path(launch._capability(device), cupy.cuda.nvrtc.getVersion())
-
-
 def _order(heads: int) -> tuple:
     """The struct `Order`, of which kernels of packed sequences read the heads; the rest is in the table."""
     return heads, 0, 0, 0, False
 
 
-def _fill_options(params: np.ndarray, problem: Problem, tiles: Tiles, slopes, sink) -> None:
-    fill_score(params, problem, slopes)
-    fill(params, "sink", sink)
-    fill_dropout(params, problem)
+def _fill_options(params: np.ndarray, problem: Problem, tiles: Tiles, rest: Rest) -> None:
+    launch._fill_options(params, problem, rest)
     params["segments"] = tiles.struct
 
 
@@ -226,14 +227,16 @@ def _fill_maps(params: np.ndarray, problem: Problem, boxes: dict) -> bool:
 # ---------------------------------------------------------------------------------------------- forward
 
 
-def _plan_forward(device: int, problem: Problem, indices: dict, arrays: list, lse, slopes, sink) -> _Pass:
-    made = _path(device) == "sm90" and _hopper_forward(device, problem, arrays, lse, slopes, sink)
-    variant, tiles, main = made or _portable_forward(device, problem, arrays, lse, slopes, sink)
-    before = _plan_before(problem, variant, tiles, indices, {"of_q": arrays[3]}, lse, longest_keys=True)
+def _plan_forward(device: int, problem: Problem, indices: dict, arrays: list, rest: Rest) -> _Pass:
+    made = None
+    if launch._path() == "sm90" and not choose.forward_elsewhere(problem):
+        made = _hopper_forward(device, problem, arrays, rest)
+    variant, tiles, main = made or _portable_forward(device, problem, arrays, rest)
+    before = _plan_before(problem, variant, tiles, indices, {"of_q": arrays[3]}, rest.lse, longest_keys=True)
     return _Pass(before, main, tiles.words)
 
 
-def _portable_forward(device: int, problem: Problem, arrays: list, lse, slopes, sink) -> tuple:
+def _portable_forward(device: int, problem: Problem, arrays: list, rest: Rest) -> tuple:
     float32_out = arrays[3].dtype == np.float32
     access = launch._access(problem, arrays[:3] if float32_out else arrays)
     variant = choose.forward(problem, access, float32_out, launch._shared_limit(device), launch._capability(device))
@@ -241,13 +244,12 @@ def _portable_forward(device: int, problem: Problem, arrays: list, lse, slopes, 
     params = np.zeros(1, FORWARD_PARAMS)
     for name, x in zip(("q", "k", "v", "out"), arrays):
         _fill(params[0], name, x)
-    _fill_forward(params, problem, tiles, lse, slopes, sink)
+    _fill_forward(params, problem, tiles, rest)
     one = Launch.of(variant, launch._blocks(problem.heads_q, tiles.bounds["queries"]))
-    names = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "segments")
-    return variant, tiles, Plan.of((one,), params, names)
+    return variant, tiles, Plan.of((one,), params, ("q", "k", "v", "out", *OTHER_POINTERS), None)
 
 
-def _hopper_forward(device: int, problem: Problem, arrays: list, lse, slopes, sink) -> tuple | None:
+def _hopper_forward(device: int, problem: Problem, arrays: list, rest: Rest) -> tuple | None:
     """None where the copy engine does not read the layout of q, k or v."""
     q, k, v, out = arrays
     if not all(map(tensor_map.possible, (q, k, v))):
@@ -256,9 +258,9 @@ def _hopper_forward(device: int, problem: Problem, arrays: list, lse, slopes, si
     variant = choose.hopper_forward(problem, access, out.dtype == np.float32)
     spec = variant.spec
     target = "out_map" if spec.staged else "out"
-    boxes = {"q": (q, 64), "k": (k, spec.block_k), "v": (v, spec.block_k)} | (
-        {target: (out, 64)} if spec.staged else {}
-    )
+    boxes = {"q": (q, 64), "k": (k, spec.block_k), "v": (v, spec.block_k)}
+    if spec.staged:
+        boxes[target] = (out, 64)
     params = np.zeros(1, HOPPER_FORWARD_PARAMS)
     if not _fill_maps(params, problem, boxes):
         return None
@@ -266,47 +268,43 @@ def _hopper_forward(device: int, problem: Problem, arrays: list, lse, slopes, si
     tiles = Tiles.in_runs(problem, "queries", spec.block_q, problem.heads_q, most * spec.teams)
     params["order"], params["queries"] = _order(problem.heads_q), 64
     _fill(params[0], "out", out)
-    _fill_forward(params, problem, tiles, lse, slopes, sink)
+    _fill_forward(params, problem, tiles, rest)
     runs = launch._blocks(problem.heads_q, tiles.bounds["queries"])
     one = Launch.of(variant, min(-(-runs // spec.teams), most))
-    names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "segments")
-    return variant, tiles, Plan.of((one,), params, names)
+    return variant, tiles, Plan.of((one,), params, ("q", "k", "v", target, *OTHER_POINTERS), None)
 
 
-def _fill_forward(params: np.ndarray, problem: Problem, tiles: Tiles, lse, slopes, sink) -> None:
+def _fill_forward(params: np.ndarray, problem: Problem, tiles: Tiles, rest: Rest) -> None:
     params["sizes"] = sizes(problem, _rows_in_l2(2 * (problem.head_dim + problem.head_dim_v)))
-    _fill(params[0], "lse", None if lse is None else lse[None])
-    _fill_options(params, problem, tiles, slopes, sink)
+    _fill(params[0], "lse", rest.lse)
+    _fill_options(params, problem, tiles, rest)
 
 
 # ---------------------------------------------------------------------------------------------- backward
 
 
 def _plan_backward(
-    device: int, problem: Problem, indices: dict, arrays: list, lse, dlse, slopes, sink, deterministic: bool
+    device: int, problem: Problem, indices: dict, arrays: list, rest: Rest, deterministic: bool
 ) -> _Pass:
-    rows = lse, dlse, slopes, sink
     made = None
-    if _path(device) == "sm90" and not choose.drops_elsewhere(problem):
+    if launch._path() == "sm90" and not choose.backward_elsewhere(problem):
         if choose.split_packed(problem, launch._access(problem, arrays[5:]), deterministic):
-            made = _split_backward(device, problem, arrays, *rows)
+            made = _split_backward(device, problem, arrays, rest)
         else:
-            made = _hopper_backward(device, problem, arrays, *rows, deterministic)
-    variant, tiles, main = made or _portable_backward(device, problem, arrays, *rows, deterministic)
+            made = _hopper_backward(device, problem, arrays, rest, deterministic)
+    variant, tiles, main = made or _portable_backward(device, problem, arrays, rest, deterministic)
     cleared = dict(zip(("of_q", "of_k", "of_v"), arrays[5:]))
     before = _plan_before(problem, variant, tiles, indices, cleared, None, longest_keys=False)
     return _Pass(before, main, tiles.words)
 
 
-def _portable_backward(
-    device: int, problem: Problem, arrays: list, lse, dlse, slopes, sink, deterministic: bool
-) -> tuple:
+def _portable_backward(device: int, problem: Problem, arrays: list, rest: Rest, deterministic: bool) -> tuple:
     access = launch._access(problem, arrays)
     main = choose.backward(problem, access, deterministic, launch._shared_limit(device), launch._capability(device))
     tiles = Tiles.of(problem, keys=(main.spec.block_k, False), blocks=(16, False))
     params = np.zeros(1, BACKWARD_PARAMS)
     row_bytes = problem.group * (6 * problem.head_dim + 2 * problem.head_dim_v)
-    _fill_backward(params, problem, tiles, arrays, lse, dlse, slopes, sink, _rows_in_l2(row_bytes))
+    _fill_backward(params, problem, tiles, arrays, rest, _rows_in_l2(row_bytes))
     before = choose.before_backward(main, arrays[4].dtype == np.float32, access)
     launches = (
         _launch_before(problem, before, tiles),
@@ -315,12 +313,10 @@ def _portable_backward(
         *launch._launch_sink(problem, before),
     )
     workspace = (problem.heads_q * problem.seqlen_q, *_sum_and_turns(problem, main, tiles, deterministic))
-    return main, tiles, Plan.of(launches, params, POINTERS, workspace)
+    return main, tiles, Plan.of(launches, params, POINTERS, None, workspace)
 
 
-def _hopper_backward(
-    device: int, problem: Problem, arrays: list, lse, dlse, slopes, sink, deterministic: bool
-) -> tuple | None:
+def _hopper_backward(device: int, problem: Problem, arrays: list, rest: Rest, deterministic: bool) -> tuple | None:
     """None where the copy engine does not read the layout of q, k, v or dout."""
     q, k, v, dout, out, dq, dk, dv = arrays
     if not all(map(tensor_map.possible, (q, k, v, dout))):
@@ -338,7 +334,7 @@ def _hopper_backward(
     params["keys"], params["rotated"] = _order(problem.heads_k), not problem.banded and not deterministic
     row_bytes = problem.group * (6 * problem.head_dim + 2 * problem.head_dim_v)
     rows_in_l2 = _rows_in_l2(row_bytes, launch.L2_SHARE_SUMMED)
-    _fill_backward(params, problem, tiles, arrays, lse, dlse, slopes, sink, rows_in_l2)
+    _fill_backward(params, problem, tiles, arrays, rest, rows_in_l2)
     before = choose.before_backward(main, out.dtype == np.float32, launch._access(problem, (dout, out)))
     launches = (
         _launch_before(problem, before, tiles),
@@ -348,10 +344,10 @@ def _hopper_backward(
     )
     statistics = problem.heads_q * tiles.bounds["statistics"] * STATISTIC_TILE * 2
     workspace = (statistics, *_sum_and_turns(problem, main, tiles, deterministic))
-    return main, tiles, Plan.of(launches, params, (*POINTERS, *MAPS), workspace)
+    return main, tiles, Plan.of(launches, params, (*POINTERS, *MAPS), None, workspace)
 
 
-def _split_backward(device: int, problem: Problem, arrays: list, lse, dlse, slopes, sink) -> tuple | None:
+def _split_backward(device: int, problem: Problem, arrays: list, rest: Rest) -> tuple | None:
     """None where the copy engine does not read the layout of q, k, v or dout. Every call is deterministic."""
     q, k, v, dout, out, dq, dk, dv = arrays
     copied = {"q_map": (q, 64), "k_map": (k, 64), "v_map": (v, 64), "dout_map": (dout, 64)}
@@ -364,7 +360,7 @@ def _split_backward(device: int, problem: Problem, arrays: list, lse, dlse, slop
     tiles = Tiles.in_runs(problem, "keys", keys.spec.block_k, problem.heads_k, most, **more)
     params["keys"], params["queries"] = _order(problem.heads_k), _order(problem.heads_q)
     row_bytes = 2 * problem.group * (problem.head_dim + problem.head_dim_v)
-    _fill_backward(params, problem, tiles, arrays, lse, dlse, slopes, sink, _rows_in_l2(row_bytes))
+    _fill_backward(params, problem, tiles, arrays, rest, _rows_in_l2(row_bytes))
     before = choose.before_backward(keys, out.dtype == np.float32, launch._access(problem, (dout, out)))
     launches = (
         _launch_before(problem, before, tiles),
@@ -372,17 +368,18 @@ def _split_backward(device: int, problem: Problem, arrays: list, lse, dlse, slop
         *_launch_main(queries, min(most, launch._blocks(problem.heads_q, tiles.bounds["queries"]))),
         *launch._launch_sink(problem, before),
     )
-    return keys, tiles, Plan.of(launches, params, (*POINTERS, *MAPS), (problem.heads_q * problem.seqlen_q, 0, 0))
+    workspace = (problem.heads_q * problem.seqlen_q, 0, 0)
+    return keys, tiles, Plan.of(launches, params, (*POINTERS, *MAPS), None, workspace)
 
 
 def _fill_backward(
-    params: np.ndarray, problem: Problem, tiles: Tiles, arrays: list, lse, dlse, slopes, sink, rows_in_l2: int
+    params: np.ndarray, problem: Problem, tiles: Tiles, arrays: list, rest: Rest, rows_in_l2: int
 ) -> None:
     params["sizes"] = sizes(problem, rows_in_l2)
-    for name, x in zip(BACKWARD_PARAMS.names, (*arrays, lse[None], None if dlse is None else dlse[None])):
+    for name, x in zip(BACKWARD_PARAMS.names, (*arrays, rest.lse, rest.dlse)):
         _fill(params[0], name, x)
     params["delta"] = (0, 1, problem.seqlen_q, 1)
-    _fill_options(params, problem, tiles, slopes, sink)
+    _fill_options(params, problem, tiles, rest)
 
 
 def _launch_before(problem: Problem, before: Variant, tiles: Tiles) -> Launch:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .mods import Mods
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -31,7 +33,10 @@ class Problem:
     sink: bool = False  # sinks are given
     dropout: float = 0.0  # a multiple of 2**-32
     bias: str | None = None  # dtype of the bias that is given
-    mask: bool = False  # a mask is given
+    mask: bool = False  # a mask is given, or a block mask whose blocks are shown in part
+    precision: str | None = None  # "tf32", or None for the highest
+    blocks: bool = False  # a block mask is given
+    mods: Mods | None = None  # functions of the user
     varlen: str | None = None  # packed sequences, as many as batches: the corner of the diagonal of each; the lengths
     # are those of all together, and left and right what was given
 

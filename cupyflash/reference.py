@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from . import checks
 from .dropout import kept
+from .dual import add_gradients, score_and_tangent
 from .segments import segments
 
 
@@ -22,6 +23,7 @@ class AttentionGradients(NamedTuple):
     dv: object
     dbias: object = None
     dsink: object = None
+    dscore_mod: object = None
 
 
 def attention(
@@ -36,8 +38,11 @@ def attention(
     softcap=None,
     bias=None,
     mask=None,
+    block_mask=None,
     alibi_slopes=None,
     sink=None,
+    score_mod=None,
+    mask_mod=None,
     dropout=0.0,
     seed=None,
     return_lse=False,
@@ -45,14 +50,16 @@ def attention(
 ):
     """Standard attention in float64.
 
-    Takes the arguments of `cupyflash.attention`, except `out`.
+    Takes the arguments of `cupyflash.attention`, except `out` and `precision`.
 
     Parameters
     ----------
     q, k, v : numpy.ndarray or cupy.ndarray
         `(batch, seqlen, heads, head_dim)`, or the same without `batch`.
-    causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed, return_lse
+    causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes, sink, dropout, seed, return_lse
         As in `cupyflash.attention`.
+    score_mod, mask_mod
+        The same, with Python functions, of NumPy arrays.
 
     Returns
     -------
@@ -64,7 +71,8 @@ def attention(
     """
     xp = _namespace(q)
     heads_k = k.shape[-2]
-    logits, _ = _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes)
+    options = softcap, bias, mask, block_mask, alibi_slopes, score_mod, mask_mod
+    logits, *_ = _logits(xp, q, k, causal, window, scale, *options)
     sink = xp.broadcast_to(_sink(xp, sink, heads_k), (*logits.shape[:-1], 1))
     highest = xp.concatenate([logits, sink], axis=-1).max(axis=-1, keepdims=True)
     highest = xp.where((highest == -math.inf) | (sink == math.inf), 0.0, highest)
@@ -95,21 +103,26 @@ def attention_backward(
     softcap=None,
     bias=None,
     mask=None,
+    block_mask=None,
     alibi_slopes=None,
     sink=None,
+    score_mod=None,
+    mask_mod=None,
     dropout=0.0,
     seed=None,
     _first_batch=0,
 ):
     """Gradients of standard attention in float64, from their formulas.
 
-    Takes the arguments of `cupyflash.attention_backward`, except `deterministic`.
+    Takes the arguments of `cupyflash.attention_backward`, except `deterministic` and `precision`.
 
     Parameters
     ----------
     dout : numpy.ndarray or cupy.ndarray
         Gradient of `out`.
-    q, k, v, causal, window, scale, softcap, bias, mask, alibi_slopes, sink, dropout, seed
+    q, k, v, causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes, sink
+        As given to `attention`.
+    score_mod, mask_mod, dropout, seed
         As given to `attention`.
     out, lse : ndarray
         What `attention` returned for them.
@@ -125,7 +138,8 @@ def attention_backward(
     heads_k = k.shape[-2]
     by_head = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     scale = _scale(q, scale)
-    logits, derivative = _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes)
+    options = softcap, bias, mask, block_mask, alibi_slopes, score_mod, mask_mod
+    logits, derivative, before, tangent = _logits(xp, q, k, causal, window, scale, *options)
     dout, q, k, v, out = (_split(xp, x, heads_k) for x in (dout, q, k, v, out))
     lse = lse.astype(xp.float64).reshape(*logits.shape[:-1], 1)
     dlse = 0.0 if dlse is None else dlse.astype(xp.float64).reshape(lse.shape)
@@ -136,6 +150,13 @@ def attention_backward(
     delta = (dout * out).sum(axis=-1, keepdims=True)
     to_all = xp.where(lse == -math.inf, 0.0, dlse - delta)  # a row without keys has no weight to move
     ds = p * (dp + to_all)
+    dscore_mod = None
+    if score_mod is not None:
+        if score_mod.gradients:
+            captured = _captured(xp, score_mod)
+            dscore_mod = {name: xp.zeros(captured[name].shape) for name in score_mod.gradients}
+            add_gradients(dscore_mod, score_mod.function, before, _places(xp, before), captured, ds)
+        ds = xp.where(p == 0, 0.0, ds * tangent)
     dbias = None if bias is None else _summed(ds.reshape(by_head), bias.shape)
     ds = derivative * ds
     dq = scale * ds @ k
@@ -149,7 +170,7 @@ def attention_backward(
         weight = xp.exp(xp.where(alone, 0.0, logit) - xp.where(alone, 0.0, lse))
         sums = (weight * to_all).sum(axis=(-2, -1))
         dsink = sums.reshape(math.prod(sums.shape[:-2]), sink.size).sum(axis=0)
-    return AttentionGradients(*(_join(xp, x) for x in (dq, dk, dv)), dbias, dsink)
+    return AttentionGradients(*(_join(xp, x) for x in (dq, dk, dv)), dbias, dsink, dscore_mod)
 
 
 def attention_varlen(
@@ -240,9 +261,10 @@ def attention_varlen_backward(
         more = options | {"alibi_slopes": _slopes_of(alibi_slopes, b), "_first_batch": b}
         more["dlse"] = None if dlse is None else dlse[:, at.q]
         arrays = dout[at.q], q[at.q], k[at.k], v[at.k], out[at.q], lse[:, at.q]
-        dq[at.q], dk[at.k], dv[at.k], _, part = attention_backward(*arrays, **more)
+        part = attention_backward(*arrays, **more)
+        dq[at.q], dk[at.k], dv[at.k] = part.dq, part.dk, part.dv
         if dsink is not None:
-            dsink += part
+            dsink += part.dsink
     return AttentionGradients(dq, dk, dv, None, dsink)
 
 
@@ -281,8 +303,11 @@ def _scale(q, scale):
     return q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
-def _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes):
-    """`(..., heads_k, group, seqlen_q, seqlen_k)`, -inf where the key is hidden; and the derivative of softcap."""
+def _logits(xp, q, k, causal, window, scale, softcap, bias, mask, block_mask, alibi_slopes, score_mod, mask_mod):
+    """`(..., heads_k, group, seqlen_q, seqlen_k)`, -inf where the key is hidden; and the derivative of softcap.
+
+    And what `score_mod` was given, and its derivative.
+    """
     softcap = checks.options(causal, window, None, softcap).softcap
     heads_k, lengths = k.shape[-2], (q.shape[-3], k.shape[-3])
     logits, derivative = _scale(q, scale) * (_split(xp, q, heads_k) @ _split(xp, k, heads_k).swapaxes(-1, -2)), 1.0
@@ -294,15 +319,39 @@ def _logits(xp, q, k, causal, window, scale, softcap, bias, mask, alibi_slopes):
         logits = logits - slopes * abs(_ahead(xp, *lengths, causal))
     if bias is not None:
         logits = logits + _by_head(xp, bias.astype(xp.float64), logits)
+    before, tangent = logits, 1.0
+    if score_mod is not None:
+        captured = _captured(xp, score_mod)
+        logits, tangent = score_and_tangent(score_mod.function, before, _places(xp, before), captured)
     seen = visible(xp, *lengths, causal, window)
     if mask is not None:
-        seen = seen & _by_head(xp, mask, logits)
-    return xp.where(seen, logits, -math.inf), derivative
+        seen = seen & _by_head(xp, mask, before)
+    if block_mask is not None:
+        seen = seen & _by_head(xp, block_mask.dense(*lengths), before)
+    if mask_mod is not None:
+        seen = seen & mask_mod.function(*_places(xp, before), **_captured(xp, mask_mod))
+    return xp.where(seen, logits, -math.inf), derivative, before, tangent
+
+
+def _captured(xp, mod):
+    """Arrays of floating-point numbers in float64."""
+    wide = {name: xp.asarray(x) for name, x in mod.captures.items() if f"{mod.argument}.{name}" in mod.arrays}
+    return mod.captures | {n: x if x.dtype.kind in "biu" else x.astype(xp.float64) for n, x in wide.items()}
+
+
+def _places(xp, logits):
+    """Batch, query head, query and key of logits: they broadcast to their shape."""
+    *batch, heads_k, group, seqlen_q, seqlen_k = logits.shape
+    batches = xp.arange(*(batch or [1])).reshape(*batch, 1, 1, 1, 1)
+    heads = xp.arange(heads_k * group).reshape(heads_k, group, 1, 1)
+    return batches, heads, xp.arange(seqlen_q)[:, None], xp.arange(seqlen_k)
 
 
 def _by_head(xp, x, logits):
     """What broadcasts to `(..., heads_q, seqlen_q, seqlen_k)`, in the shape of `logits`."""
     *batch, heads_k, group, seqlen_q, seqlen_k = logits.shape
+    if not batch and x.ndim == 4:  # of a block mask
+        x = x[0]
     return xp.broadcast_to(x, (*batch, heads_k * group, seqlen_q, seqlen_k)).reshape(logits.shape)
 
 

@@ -240,18 +240,18 @@ def _problem(q, k, v, causal, window) -> Problem:
     if isinstance(q, Problem):
         if k is not None or v is not None or causal is not False or window is not None:
             raise TypeError("q is a Problem; allowed beside it: device and measure")
-        q = checks.given(q)
-        if q.dtype not in ("float16", "bfloat16") or max(q.head_dim, q.head_dim_v) > 256:
-            raise NotImplementedError(
-                f"q is a Problem of {q.dtype} with head_dim {q.head_dim} and {q.head_dim_v}; allowed: float16 and "
-                "bfloat16, up to 256"
-            )
-        return q
-    options = checks.options(causal, window, None)
-    arrays = {"q": q, "k": k, "v": v}
-    home = interop.home(arrays)
-    with home.scope():
-        return checks.forward(True, options, **home.views(arrays))
+        problem = checks.given(q)
+    else:
+        arrays = {"q": q, "k": k, "v": v}
+        home = interop.home(arrays)
+        with home.scope():
+            problem = checks.forward(True, checks.options(causal, window, None), **home.views(arrays))
+    if problem.dtype not in ("float16", "bfloat16") or max(problem.head_dim, problem.head_dim_v) > 256:
+        raise NotImplementedError(
+            f"q has dtype {problem.dtype} and head_dim {problem.head_dim}, v head_dim {problem.head_dim_v}; "
+            "allowed: float16 and bfloat16, up to 256"
+        )
+    return problem
 
 
 def _device(device) -> Device:

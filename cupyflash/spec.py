@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from .mods import Mods
+
 BIAS_TYPES = (None, "float16", "bfloat16", "float32")  # BiasType in kernels/any/logits.cuh
+
+
+def _logit_bytes(bias: int, mask: bool, rows: int, cols: int) -> int:
+    """Of the tiles of a bias and a mask in shared memory, in panels of 128 bytes a row."""
+    items = (0, 2, 2, 4)[bias], int(mask)
+    return rows * 128 * sum(-(-cols * item // 128) for item in items)
 
 
 def _literal(value: int | bool) -> str:
@@ -52,6 +60,7 @@ class ForwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    blocks: bool = False
     varlen: bool = False
 
     @property
@@ -81,6 +90,10 @@ class HopperForwardSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    logit_slots: int = 0
+    blocks: bool = False
     varlen: bool = False
 
     blocks_per_sm = 1
@@ -102,7 +115,9 @@ class HopperForwardSpec(Spec):
     @property
     def shared_bytes(self) -> int:
         width = -(-max(self.head_dim, self.head_dim_v) // 64) * 64
-        return 2 * width * self.teams * (self.q_slots * 64 + self.slots * self.block_k) + 1024
+        tiles = 2 * width * self.teams * (self.q_slots * 64 + self.slots * self.block_k)
+        logits = self.groups * self.logit_slots * _logit_bytes(self.bias, self.mask, 64, self.block_k)
+        return tiles + logits + 1024
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,7 @@ class BackwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
+    blocks: bool = False
     varlen: bool = False
 
     @property
@@ -150,6 +166,9 @@ class HopperBackwardSpec(Spec):
     access: int
     softcap: bool = False
     alibi: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    logit_slots: int = 0
+    blocks: bool = False
     varlen: bool = False
 
     blocks_per_sm = 1
@@ -167,7 +186,8 @@ class HopperBackwardSpec(Spec):
         width = sum(-(-n // 64) * 64 for n in (self.head_dim, self.head_dim_v))
         scores, statistics = 2 * self.block_k * self.block_q, 8 * self.stages * self.block_q
         tiles = 2 * ((self.key_slots * self.block_k + self.stages * self.block_q) * width + scores)
-        return tiles + statistics + 1024
+        logits = self.logit_slots * _logit_bytes(self.bias, False, self.block_q, self.block_k)
+        return tiles + statistics + logits + 1024
 
 
 @dataclass(frozen=True)
@@ -183,6 +203,10 @@ class HopperKeysSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    logit_slots: int = 0
+    blocks: bool = False
     varlen: bool = False
 
     blocks_per_sm, threads, block_k = 1, 384, 64
@@ -193,7 +217,8 @@ class HopperKeysSpec(Spec):
         keys = max(0, d - 64 * self.kept) + max(0, dv - 64 * self.kept)
         tiles = self.slots * d + self.slots_dout * dv
         handover, statistics = 2 * 2 * 64 * 64, 4 * 64 * (self.slots + self.slots_dout)
-        return 2 * 64 * (keys + tiles) + handover + statistics + 1024
+        logits = self.logit_slots * _logit_bytes(self.bias, self.mask, 64, 64)
+        return 2 * 64 * (keys + tiles) + handover + statistics + logits + 1024
 
 
 @dataclass(frozen=True)
@@ -208,13 +233,128 @@ class HopperQueriesSpec(Spec):
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    logit_slots: int = 0
+    blocks: bool = False
     varlen: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128
 
     @property
     def shared_bytes(self) -> int:
-        return 2 * 64 * ((2 + self.slots) * self.head_dim + (2 + self.slots_v) * self.head_dim_v) + 1024
+        tiles = 2 * 64 * ((2 + self.slots) * self.head_dim + (2 + self.slots_v) * self.head_dim_v)
+        return tiles + self.logit_slots * _logit_bytes(self.bias, self.mask, self.block_q, 64) + 1024
+
+
+@dataclass(frozen=True)
+class PreciseForwardSpec(Spec):
+    """Of float32 and float64."""
+
+    head_dim: int
+    head_dim_v: int
+    item: int
+    block_q: int
+    block_k: int
+    row_tiles: int
+    parts: int
+    blocks_per_sm: int
+    products: int
+    access: int
+
+    @property
+    def warps(self) -> int:
+        return self.block_q // (16 * self.row_tiles) * self.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.item * (self.block_q * self.head_dim + self.block_k * (self.head_dim + self.head_dim_v))
+
+
+@dataclass(frozen=True)
+class PreciseKeysSpec(Spec):
+    """Of the kernel that computes dk and dv of float32 and float64."""
+
+    head_dim: int
+    head_dim_v: int
+    item: int
+    block_q: int
+    block_k: int
+    parts: int
+    stages: int
+    blocks_per_sm: int
+    products: int
+    access: int
+
+    @property
+    def warps(self) -> int:
+        return self.block_k // 16 * self.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        width, statistics = self.head_dim + self.head_dim_v, 2 * self.stages * self.block_q
+        return self.item * ((self.block_k + self.stages * self.block_q) * width + statistics)
+
+
+@dataclass(frozen=True)
+class PreciseQueriesSpec(Spec):
+    """Of the kernel that computes dq of float32 and float64."""
+
+    head_dim: int
+    head_dim_v: int
+    item: int
+    block_q: int
+    block_k: int
+    parts: int
+    stages: int
+    blocks_per_sm: int
+    products: int
+    access: int
+
+    @property
+    def warps(self) -> int:
+        return self.block_q // 16 * self.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.item * (self.block_q + self.stages * self.block_k) * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True)
+class PreciseDeltaSpec(Spec):
+    """Of the kernel before them."""
+
+    warps: int
+    item: int
+
+
+@dataclass(frozen=True)
+class ModGradientSpec(Spec):
+    """Of the kernel that computes dscore_mod."""
+
+    head_dim: int
+    head_dim_v: int
+    block_k: int
+    warps: int
+    access: int
+    mods_at: int
+    packed: bool
+    softcap: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    blocks: bool = False
+
+    blocks_per_sm = 1
+
+    @property
+    def block_q(self) -> int:
+        return 16 * self.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * (self.block_q + self.block_k) * (self.head_dim + self.head_dim_v)
 
 
 @dataclass(frozen=True)
@@ -231,6 +371,41 @@ class SinkSpec(Spec):
     warps: int
     packed: bool
     varlen: bool = False
+
+
+@dataclass(frozen=True)
+class BiasGradientSpec(Spec):
+    """Of the kernel that computes dbias."""
+
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    warps: int
+    warps_q: int
+    blocks_per_sm: int
+    summed: bool
+    packed: bool
+    access: int
+    softcap: bool = False
+    alibi: bool = False
+    dropout: bool = False
+    bias: int = 0  # of BIAS_TYPES
+    mask: bool = False
+    blocks: bool = False
+    mods_at: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        return 2 * (self.block_q + self.block_k) * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True)
+class BiasSumSpec(Spec):
+    """Of the kernel that adds its parts."""
+
+    warps: int
+    bias: int
 
 
 @dataclass(frozen=True)
@@ -263,10 +438,12 @@ class Variant:
 
     header: str  # "sm80/forward.cuh"
     template: str  # "forward"
-    dtype: str  # "float16" or "bfloat16"
+    dtype: str  # "float16", ...
     spec: Spec
+    mods: Mods | None = None  # functions of the user
 
     @property
     def expression(self) -> str:
         """The C++ expression that names the instantiation."""
-        return f"cupyflash::{self.template}<cupyflash::{self.dtype}, {self.spec.cpp()}>"
+        mods = ", cupyflash::mod::UserMods" if self.mods else ""
+        return f"cupyflash::{self.template}<cupyflash::{self.dtype}, {self.spec.cpp()}{mods}>"

@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from . import tensor_map
+from .mods import Mods
 from .problem import Problem
 
 ARRAY = np.dtype([("data", "u8"), ("batch", "i8"), ("row", "i8"), ("head", "i8")], align=True)
@@ -19,6 +20,10 @@ _SCORE = [("slopes", "u8"), ("batch", "i8"), ("head", "i8")]
 SCORE = np.dtype([*_SCORE, *((n, "f4") for n in ("inside", "cap")), ("diagonal", "i4")], align=True)
 SINK = np.dtype([("data", "u8"), ("head", "i8")], align=True)
 LOGIT_ARRAY = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "row", "col"))], align=True)
+BIAS_GRADIENT = np.dtype(
+    [("data", "u8"), *((n, "i4") for n in ("batches", "heads", "rows", "cols", "chunks", "run", "parts"))], align=True
+)
+BLOCKS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "words"))], align=True)
 DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4")])
 TILE_KINDS = ("queries", "keys", "blocks", "statistics")  # TileKind
 TILE_LIST = np.dtype([(n, "i4") for n in ("at", "rows", "paired", "bound")])
@@ -28,7 +33,7 @@ SEGMENTS = np.dtype([("table", "u8"), ("lower_right", "i4"), ("lists", TILE_LIST
 FORWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY)]
     + [("sizes", SIZES), ("score", SCORE), ("sink", SINK), ("dropout", DROPOUT)]
-    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY), ("segments", SEGMENTS)],
+    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY), ("blocks", BLOCKS), ("segments", SEGMENTS)],
     align=True,
 )
 BACKWARD_PARAMS = np.dtype(
@@ -44,32 +49,55 @@ BACKWARD_PARAMS = np.dtype(
         ("dropout", DROPOUT),
         ("bias", LOGIT_ARRAY),
         ("mask", LOGIT_ARRAY),
+        ("dbias", BIAS_GRADIENT),
+        ("dbias_parts", "u8"),
+        ("blocks", BLOCKS),
+        ("key_blocks", BLOCKS),
         ("segments", SEGMENTS),
     ],
     align=True,
 )
+# Those of float32 and float64, in kernels/precise/params.cuh.
+PRECISE_FORWARD_PARAMS = np.dtype(
+    [*((n, FORWARD_PARAMS[n]) for n in FORWARD_PARAMS.names), ("exact_scale", "f8")], align=True
+)
+PRECISE_BACKWARD_PARAMS = np.dtype(
+    [*((n, BACKWARD_PARAMS[n]) for n in BACKWARD_PARAMS.names), ("exact_scale", "f8")], align=True
+)
 
 ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "paired")])
 MAP = np.dtype(("u8", tensor_map.WORDS))
+LOGIT_MAP = np.dtype(
+    {
+        "names": ["map", "batch", "head", "row"],
+        "formats": [MAP, "i4", "i4", "i4"],
+        "offsets": [0, 128, 132, 136],
+        "itemsize": 192,
+    }
+)
+_names = ["q", "k", "v", "out_map", "out", "lse", "sizes", "order", "queries", "score", "sink", "dropout"]
 HOPPER_FORWARD_PARAMS = np.dtype(
     {
-        "names": "q k v out_map out lse sizes order queries score sink dropout segments".split(),
-        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT, SEGMENTS],
-        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704, 720],
-        "itemsize": 832,
+        "names": [*_names, "blocks", "bias", "mask", "segments"],
+        "formats": [MAP, MAP, MAP, MAP, ARRAY, ROW_ARRAY, SIZES, ORDER, "i4", SCORE, SINK, DROPOUT, BLOCKS]
+        + [LOGIT_MAP, LOGIT_MAP, SEGMENTS],
+        "offsets": [0, 128, 256, 384, 512, 544, 576, 624, 644, 648, 688, 704, 720, 768, 960, 1152],
+        "itemsize": 1280,
     }
 )
 # The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
 _maps = -(-BACKWARD_PARAMS.itemsize // 64) * 64
 HOPPER_BACKWARD_PARAMS = np.dtype(
     {
-        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries", "rotated"],
-        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER, "i4"],
+        "names": [*BACKWARD_PARAMS.names, "q_map", "k_map", "v_map", "dout_map", "keys", "queries", "rotated"]
+        + ["bias_map", "mask_map"],
+        "formats": [*(BACKWARD_PARAMS[n] for n in BACKWARD_PARAMS.names), MAP, MAP, MAP, MAP, ORDER, ORDER, "i4"]
+        + [LOGIT_MAP, LOGIT_MAP],
         "offsets": [
             *(BACKWARD_PARAMS.fields[n][1] for n in BACKWARD_PARAMS.names),
-            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532, 552)),
+            *(_maps + offset for offset in (0, 128, 256, 384, 512, 532, 552, 576, 768)),
         ],
-        "itemsize": _maps + 576,
+        "itemsize": _maps + 960,
     }
 )
 _LENGTHS = [("starts", "u8"), ("used", "u8"), *((n, "i4") for n in ("wide_starts", "wide_used", "total"))]
@@ -80,18 +108,42 @@ SEGMENTS_PARAMS = np.dtype(
     + [*((n, CLEARED) for n in ("of_q", "of_k", "of_v")), ("lse", ROW_ARRAY), ("heads", "i4")],
     align=True,
 )
-# And the seed, in the place of one.
-FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "bias", "mask")
-BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n not in ("sizes", "segments")),)
+# And the seed, in the place of one; "mods": as many as there are values that functions of the user captured.
+FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
+BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n not in ("sizes", "segments")), "mods")
+MAPS = ("q_map", "k_map", "v_map", "dout_map")
+HOPPER_POINTERS = (*BACKWARD_POINTERS, *MAPS, "bias_map", "mask_map")
 SEGMENTS_POINTERS = tuple(f"lengths_{side}.{name}" for side in "qk" for name in ("starts", "used"))
 SEGMENTS_POINTERS += ("segments", "of_q", "of_k", "of_v", "lse")
-MAPS = ("q_map", "k_map", "v_map", "dout_map")
-HOPPER_POINTERS = (*BACKWARD_POINTERS, *MAPS)
 MOST = (1 << 31) - 1
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 LARGEST = float(np.finfo(np.float32).max)
 STATISTIC_TILE = 128  # kStatisticTile
+
+
+def zeros(dtype: np.dtype, mods: Mods | None, captured) -> np.ndarray:
+    """A struct, followed by the strides of what is `captured`, whose words are written for each call."""
+    if mods is None:
+        return np.zeros(1, dtype)
+    params = np.zeros(1, modified(dtype, mods.words))
+    halves = params["mods"].view(np.int32)[0]
+    for slot, x in zip(mods.slots, captured, strict=True):
+        if not isinstance(x, int):
+            strides = [stride // x.itemsize if n > 1 else 0 for stride, n in zip(x.strides, x.shape)]
+            halves[2 * slot + 2 : 2 * slot + 2 + len(strides)] = strides
+    return params
+
+
+def modified(dtype: np.dtype, count: int) -> np.dtype:
+    """`dtype` with the field ``mods`` of so many words behind it: Modified of ``kernels/any/mods.cuh``."""
+    start = -(-dtype.itemsize // 64) * 64
+    formats = [*(dtype[name] for name in dtype.names), np.dtype(("u8", count))]
+    offsets = [*(dtype.fields[name][1] for name in dtype.names), start]
+    names = [*dtype.names, "mods"]
+    return np.dtype(
+        {"names": names, "formats": formats, "offsets": offsets, "itemsize": start + -(-8 * count // 64) * 64}
+    )
 
 
 def steps(x) -> tuple[int, ...]:
@@ -111,6 +163,13 @@ def fill_logits(params: np.ndarray, name: str, x) -> None:
     """Write the strides of ``x``, unless it is None, that has been broadcast to the shape of the logits."""
     if x is not None:
         params[0][name] = (0, *(stride // x.itemsize if n > 1 else 0 for stride, n in zip(x.strides, x.shape)))
+
+
+def fill_blocks(params: np.ndarray, name: str, bitmaps) -> None:
+    """Write the field ``name`` for one of the arrays of a `BlockMask`, unless it is None."""
+    if bitmaps is not None:
+        batch, heads, rows, _, words = bitmaps.shape
+        params[0][name] = (0, heads * rows if batch > 1 else 0, rows if heads > 1 else 0, words)
 
 
 def fill_score(params: np.ndarray, problem: Problem, slopes) -> None:

@@ -7,9 +7,9 @@ import functools
 
 import numpy as np
 
-ELEMENT_TYPES = {"float16": 6, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_*
+ELEMENT_TYPES = {"bool": 0, "float16": 6, "float32": 7, "bfloat16": 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 SWIZZLE_128B, PROMOTE_L2_256B = 3, 3
-COLUMNS = 64  # of one box: 128 bytes, the span of the swizzle
+BOX_BYTES = 128  # of a row of one box: the span of the swizzle
 WORDS = 16
 MAPPED_ROWS = 1 << 30  # kMappedRows: more than any packed array has
 MOST_PLACES = 0x7FFF0000
@@ -26,7 +26,7 @@ def possible(x) -> bool:
 def encode(
     x, dtype: str, rows: int, heads: int = 1, pointer: int | None = None, packed: bool = False
 ) -> np.ndarray | None:
-    """Map of (head_dim, heads, seqlen, batch) of `x` in boxes of 64 columns, `heads` and `rows`, as 64-bit words.
+    """Map of (head_dim, heads, seqlen, batch) of `x` in boxes of 128 bytes, `heads` and `rows`, as 64-bit words.
 
     `packed`: of the rows of sequences, which take the place of (seqlen, batch) with three axes: row `r` of `count` from
     `first` on is at (MAPPED_ROWS - count + r, first + count, MAPPED_ROWS). The steps of the last two make up for what
@@ -40,7 +40,7 @@ def encode(
     rank = 1 + len(axes)
     sizes = (ctypes.c_uint64 * rank)(x.shape[3], *(n for n, _ in axes))
     strides = (ctypes.c_uint64 * (rank - 1))(*(s for _, s in axes))
-    box = (ctypes.c_uint32 * rank)(COLUMNS, heads, rows, *[1] * (rank - 3))
+    box = (ctypes.c_uint32 * rank)(BOX_BYTES // x.itemsize, heads, rows, *[1] * (rank - 3))
     ones = (ctypes.c_uint32 * rank)(*[1] * rank)
     buffer = np.zeros(2 * WORDS, np.uint64)
     words = buffer[-buffer.ctypes.data % 64 // 8 :][:WORDS]  # aligned to 64 bytes
@@ -59,7 +59,7 @@ def address_word() -> int | None:
     """
 
     class Probe:
-        shape, strides = (1, 64, 1, 64), (8192, 128, 128, 2)
+        shape, strides, itemsize = (1, 64, 1, 64), (8192, 128, 128, 2), 2
 
     a, b = (encode(Probe, "float16", 64, pointer=pointer) for pointer in (1 << 20, 0x7F1234567890))
     if a is None or b is None:

@@ -4,7 +4,9 @@ import datetime
 import json
 import os
 import platform
+import tempfile
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 # Before NumPy is loaded: its products here are small, and threads that wait for each other are slower than one,
@@ -15,6 +17,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would tak
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import tools  # noqa: E402
+from tools import ALL_16, ALL_OPTIONS, backend_fixture  # noqa: E402
 
 RECORD = tools.ROOT / "tests" / "gpu_record.json"
 NO_CUDA = tools.cuda_missing()
@@ -26,7 +29,6 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
-    config.addinivalue_line("markers", "xdist_group: of pytest-xdist")
     config.addinivalue_line("markers", "large: needs many gigabytes of GPU memory")
     if config.getoption("gpu_record"):
         if NO_CUDA:
@@ -40,50 +42,36 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=NO_CUDA))
-    for item in items:
-        if item.get_closest_marker("large"):  # one after the other with pytest-xdist --dist loadgroup
-            item.add_marker(pytest.mark.xdist_group("large"))
 
 
-def _backends(*names):
-    params = []
-    for name, dtype in (name.split("-") for name in names):
-        if name == "numpy":
-            params.append(pytest.param(tools.Backend(name, dtype), id=f"{name}-{dtype}"))
-            continue
-        for path in tools.CUDA_PATHS:
-            params.append(pytest.param(tools.Backend(name, dtype, path), marks=pytest.mark.gpu, id=f"{path}-{dtype}"))
-    return params
-
-
-def _backend_fixture(name, doc, *names):
-    def backend(request, monkeypatch):
-        return request.param.activate(monkeypatch)
-
-    backend.__doc__ = doc
-    return pytest.fixture(params=_backends(*names), name=name)(backend)
-
-
-_ALL_16 = ("numpy-float16", "numpy-bfloat16", "cuda-float16", "cuda-bfloat16")
-backend = _backend_fixture("backend", "Every backend in every dtype.", *_ALL_16, "numpy-float32", "numpy-float64")
-backend16 = _backend_fixture("backend16", "Every backend in its 16-bit dtypes.", *_ALL_16)
-backend1 = _backend_fixture(
+backend = backend_fixture("backend", "Every backend in every dtype with all options.", *ALL_OPTIONS)
+backend16 = backend_fixture("backend16", "Every backend in its 16-bit dtypes.", *ALL_16)
+backend1 = backend_fixture(
     "backend1", "Every backend once, for what does not depend on the dtype.", "numpy-float32", "cuda-bfloat16"
 )
-backend_bfloat16 = _backend_fixture("backend_bfloat16", "Every backend in bfloat16.", "numpy-bfloat16", "cuda-bfloat16")
-cuda = _backend_fixture("cuda", "The GPU.", "cuda-bfloat16")
+backend_bfloat16 = backend_fixture("backend_bfloat16", "Every backend in bfloat16.", "numpy-bfloat16", "cuda-bfloat16")
+cuda = backend_fixture("cuda", "The GPU.", "cuda-bfloat16")
+precise = backend_fixture("precise", "The GPU in float32 and float64.", "cuda-float32", "cuda-float64")
 
 
 @pytest.fixture(autouse=True)
-def _free_gpu_memory(request):
-    yield
+def _share_gpu_memory(request):
+    """Between the processes of pytest-xdist: large tests one after the other; what a memory pool keeps, others lack."""
+    large = request.node.get_closest_marker("large")
     if NO_CUDA:
+        yield
         return
     import cupy
 
-    pool = cupy.get_default_memory_pool()  # one of each process: what one keeps, others lack
-    if request.node.get_closest_marker("large") or pool.total_bytes() > 1 << 30:
-        pool.free_all_blocks()
+    with open(Path(tempfile.gettempdir()) / "cupyflash-large-tests", "w") if large else nullcontext() as file:
+        if large and os.name == "posix":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+        yield
+        pool = cupy.get_default_memory_pool()
+        if large or pool.total_bytes() > 1 << 30:
+            pool.free_all_blocks()
 
 
 class GpuRecord:
@@ -98,9 +86,8 @@ class GpuRecord:
 
     def pytest_runtest_logreport(self, report):
         if "gpu" in report.keywords:
-            name = report.nodeid.split("@")[0]  # pytest-xdist appends the group
-            worst = ("passed", "skipped", "failed")
-            self.outcomes[name] = max(self.outcomes.get(name, "passed"), report.outcome, key=worst.index)
+            worst, before = ("passed", "skipped", "failed"), self.outcomes.get(report.nodeid, "passed")
+            self.outcomes[report.nodeid] = max(before, report.outcome, key=worst.index)
 
     def pytest_sessionfinish(self, session):
         option, sha256 = session.config.option, tools.tree_digest()

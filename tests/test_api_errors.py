@@ -139,13 +139,6 @@ def test_dtypes(no_backend, dtypes):
     refused(TypeError, [*words, "float16, bfloat16, float32, float64"], cupyflash.attention, *args)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_wide_dtypes_on_the_gpu(dtype):
-    q, k, v = arrays(dtype=dtype)
-    words = [f"q has dtype {dtype}", "float16, bfloat16", "NumPy"]
-    refused(NotImplementedError, words, checks.forward, True, checks.options(False, None, None), q=q, k=k, v=v)
-
-
 @pytest.mark.parametrize("name, head_dim, head_dim_v", [("q", 257, 8), ("v", 8, 300)])
 def test_head_dim_on_the_gpu(name, head_dim, head_dim_v):
     q, k, v = arrays((1, 2, 1, head_dim), (1, 2, 1, head_dim), (1, 2, 1, head_dim_v), np.float16)

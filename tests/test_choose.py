@@ -9,6 +9,7 @@ import pytest
 
 from cupyflash import choose, compiler
 from cupyflash.problem import Problem
+from cupyflash.spec import BIAS_TYPES, Variant
 
 LIMITS = (49152, 65536, 101376, 166912, 232448)  # bytes of shared memory that a block may have
 STATIC = 16  # bytes beside the dynamic memory: the ticket of the deterministic backward
@@ -103,13 +104,15 @@ def is_valid(spec):
 def fits(spec, limit):
     static = STATIC if getattr(spec, "deterministic", False) else 0
     if isinstance(spec, choose.HopperForwardSpec):
-        static = 8 * spec.teams * (2 * spec.slots + 3 * spec.q_slots)  # the barriers
+        logits = 2 * spec.groups * spec.logit_slots
+        static = 8 * (spec.teams * (2 * spec.slots + 3 * spec.q_slots) + logits)  # the barriers
     if isinstance(spec, choose.HopperBackwardSpec):
-        static = 8 * (4 * (spec.key_slots + spec.stages) + 6) + 32 * spec.stages + 12 * spec.key_slots
+        static = 8 * (4 * (spec.key_slots + spec.stages) + 6 + 2 * spec.logit_slots)
+        static += (32 + 16) * spec.stages + 12 * spec.key_slots
     if isinstance(spec, choose.HopperKeysSpec):
-        static = 8 * (4 + 2 * (spec.slots + spec.slots_dout) + 16)
+        static = 8 * (4 + 2 * (spec.slots + spec.slots_dout + spec.logit_slots) + 16)
     if isinstance(spec, choose.HopperQueriesSpec):
-        static = 8 * 2 * (2 + spec.slots + spec.slots_v)
+        static = 8 * 2 * (2 + spec.slots + spec.slots_v + 2 * spec.logit_slots)
     return spec.shared_bytes + static <= limit and spec.shared_bytes * spec.blocks_per_sm <= limit
 
 
@@ -125,6 +128,43 @@ def test_every_head_dim_fits_or_is_refused(pass_, limit):
         assert is_valid(spec) and fits(spec, limit), spec
         assert spec.head_dim >= d and spec.head_dim_v >= dv and spec.access == access
         assert option == (spec.float32_out if pass_ == "forward" else spec.deterministic)
+
+
+def bias_gradient(limit, head_dim, head_dim_v=None, shape=(1, 1, 128, 128), access=16, packed=False, **options):
+    """The variant of the kernel of dbias."""
+    given = replace(problem(head_dim, head_dim_v), batch=2, bias="float32", **options)
+    before = Variant("", "", "", choose.PrepareSpec(head_dim, head_dim, packed, False, access))
+    return choose.bias_gradient(given, before, shape, access, limit)
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_every_head_dim_of_the_backward_has_a_dbias(limit):
+    for d, dv, access in product(range(1, 257, 5), (1, 37, 64, 192, 256), (16, 2)):
+        if chosen("backward", limit, d, dv) is None:
+            continue
+        spec = bias_gradient(limit, d, dv, access=access).spec
+        assert fits(spec, limit) and (spec.head_dim, spec.head_dim_v) == (-(-d // 16) * 16, -(-dv // 16) * 16)
+        assert spec.threads >= 128, "as of the backward"
+        rows, cols = spec.block_q / spec.warps_q, spec.block_k * spec.warps_q / spec.warps
+        assert rows % 16 == cols % 16 == 0 and spec.access == access
+
+
+@pytest.mark.parametrize("limit", LIMITS[1:])
+def test_what_the_kernel_of_dbias_adds(limit):
+    """Several tiles of scores for one of dbias: of batches or heads, or along an axis with more than one."""
+    for shape, lengths, summed in (
+        ((2, 1, 128, 128), (128, 128), False),
+        ((1, 1, 128, 128), (128, 128), True),
+        ((2, 1, 1, 1), (16, 16), False),
+        ((2, 1, 1, 300), (16, 300), False),
+        ((2, 1, 1, 300), (300, 300), True),
+        ((2, 1, 300, 1), (300, 300), True),
+    ):
+        for packed in (False, True):
+            given = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "mask": True, "dropout": 0.5}
+            spec = bias_gradient(limit, 64, shape=shape, packed=packed, **given).spec
+            assert (spec.summed, spec.packed, spec.bias, spec.mask, spec.dropout) == (summed, packed, 3, True, True)
+            assert not spec.softcap and not spec.alibi
 
 
 HOPPER_LIMIT = choose.SHARED_LIMIT[90]
@@ -226,6 +266,31 @@ def test_which_tiles_of_keys_begin_elsewhere():
     assert choose.rotated(full, True, 132, 132) and not choose.rotated(full, True, 133, 132)
 
 
+@pytest.mark.parametrize("d, dv", list(product((1, 64, 72, 96, 128, 192, 256), repeat=2)))
+def test_block_masks(d, dv):
+    """The tiles of every kernel lie within those of 128 x 128 that have bits, and its rows are those of one head."""
+    for options in ({}, {"dropout": 0.5}, {"softcap": 1.0}, {"softcap": 1.0, "alibi": True}, {"mask": True}):
+        for mask, (right, seqlen_k) in MASKS.items():
+            grouped = {"heads_q": 8, "right": right, "seqlen_k": seqlen_k, "blocks": True}
+            one = replace(problem(d, dv), **grouped, **options)
+            specs = [choose.forward(one, 16, False, HOPPER_LIMIT).spec]
+            specs += [choose.backward(one, 16, x, HOPPER_LIMIT).spec for x in (False, True)]
+            if not one.mask:
+                specs.append(choose.hopper_forward(one, 16, False).spec)
+                assert is_valid(specs[-1]) and not specs[-1].packed
+            for deterministic in (False, True):
+                if one.mask or choose.backward_elsewhere(one):
+                    continue
+                if choose.split(one, deterministic):
+                    specs += [variant.spec for variant in choose.hopper_split_backward(one, 16)]
+                else:
+                    specs.append(choose.hopper_backward(one, 16, deterministic).spec)
+                    assert not deterministic and not choose.rotated(one, deterministic, 1, 132)
+            for spec in specs:
+                assert spec.blocks and fits(spec, HOPPER_LIMIT)
+                assert all(128 % getattr(spec, name, 64) == 0 for name in ("block_q", "block_k")), (mask, spec)
+
+
 def test_split_backward():
     for seqlen_k, least in ((512, 65), (513, 129), (1 << 20, 129)):
         taken = [choose.split(replace(problem(d), seqlen_k=seqlen_k)) for d in range(1, 257)]
@@ -240,6 +305,50 @@ def test_split_backward():
                     spec = variant.spec
                     assert is_valid(spec) and fits(spec, HOPPER_LIMIT) and spec.access == stored, spec
                     assert d <= spec.head_dim < d + 64 and dv <= spec.head_dim_v < dv + 64
+
+
+@pytest.mark.parametrize(
+    "bias, mask", [("bfloat16", False), ("float32", False), (None, True), ("float16", True), ("float32", True)]
+)
+def test_bias_and_mask_on_hopper(bias, mask):
+    """Each warpgroup has one or two tiles of them; where a backward has no room, the portable kernels do it."""
+    dims = (1, 16, 64, 65, 96, 97, 128, 129, 192, 193, 256)
+    for d, dv, seqlen_k in product(dims, dims, (512, 513)):
+        one = replace(problem(d, dv), seqlen_k=seqlen_k, bias=bias, mask=mask)
+        mains = [choose.hopper_forward(one, 16, False), choose.hopper_forward(one, 2, True)]
+        assert choose.backward_elsewhere(one) == (max(d, dv) > (128 if (bias, mask) == ("float32", True) else 192))
+        if not choose.backward_elsewhere(one):
+            single = 64 < max(d, dv) <= 128 and seqlen_k > 512 and not mask
+            assert choose.split(one) != single
+            backwards = (choose.hopper_backward(one, 16, False),) if single else choose.hopper_split_backward(one, 16)
+            mains += backwards
+        for spec in (main.spec for main in mains):
+            assert is_valid(spec) and fits(spec, HOPPER_LIMIT), spec
+            assert (BIAS_TYPES[spec.bias], getattr(spec, "mask", False)) == (bias, mask)
+            assert spec.logit_slots in (1, 2)
+            assert getattr(spec, "teams", 1) == 1, "a warp is left to copy them"
+    assert not any(choose.backward_elsewhere(problem(d)) for d in dims)
+    dropped = replace(problem(64), dropout=0.5)
+    assert choose.backward_elsewhere(replace(dropped, bias=bias, mask=mask)) and not choose.backward_elsewhere(dropped)
+
+
+def test_shared_bytes_of_bias_and_mask():
+    """In panels of 128 bytes a row: of a mask, 128 columns, even if only 64 are there."""
+    plain = replace(problem(128), seqlen_k=513)
+    expected = {("bfloat16", False): 256, ("float32", False): 512, (None, True): 128, ("float16", True): 384}
+    for (bias, mask), row in expected.items():
+        one = replace(plain, bias=bias, mask=mask)
+        spec = choose.hopper_forward(one, 16, False).spec
+        assert (spec.block_k, spec.groups, spec.q_slots, spec.slots) == (128, 2, 2, 4)
+        assert spec.shared_bytes == 1024 + 2 * 128 * (2 * 64 + 4 * 128) + 2 * spec.logit_slots * 64 * row
+        keys, queries = (variant.spec for variant in choose.hopper_split_backward(one, 16))
+        before = [variant.spec.shared_bytes for variant in choose.hopper_split_backward(plain, 16)]
+        row = {256: 128, 512: 256, 128: 128, 384: 256}[row]
+        assert keys.shared_bytes - before[0] == keys.logit_slots * 64 * row
+        assert queries.shared_bytes - before[1] == queries.logit_slots * 128 * row
+        if not mask:
+            spec, before = (choose.hopper_backward(p, 16, False).spec for p in (one, plain))
+            assert spec.shared_bytes - before.shared_bytes == 2 * 64 * 2 * row and spec.logit_slots == 2
 
 
 def test_shared_bytes_of_the_split_backward():
@@ -417,6 +526,11 @@ HOPPER = "cupyflash::hopper_forward<cupyflash::{}, cupyflash::HopperForwardSpec{
             "cupyflash::sink_gradient<cupyflash::bfloat16, cupyflash::SinkSpec{.warps=32, .packed=true}>",
         ),
         (
+            choose.bias_sum(Variant("", "", "float16", SimpleNamespace(bias=2))),
+            "sm80/bias_gradient.cuh",
+            "cupyflash::add_bias_gradients<cupyflash::float16, cupyflash::BiasSumSpec{.warps=8, .bias=2}>",
+        ),
+        (
             choose.before_backward(choose.hopper_backward(problem(64), 4, False), True, 2),
             "any/around_backward.cuh",
             "cupyflash::prepare_backward<cupyflash::bfloat16, cupyflash::PrepareSpec"
@@ -478,6 +592,9 @@ def test_path_that_does_not_exist(monkeypatch, name, capability):
 def test_variants(capability):
     limit = choose.SHARED_LIMIT.get(capability, 65536)
     variants = list(choose.variants(capability))
+    wide = [variant for variant in variants if variant.template.startswith("precise")]
+    assert {variant.dtype for variant in wide} == ({"float32", "float64"} if capability >= 80 else set())
+    variants = [variant for variant in variants if variant not in wide]
     assert {variant.dtype for variant in variants} == {"float16", "bfloat16"} - (
         {"bfloat16"} if capability < 80 else set()
     )

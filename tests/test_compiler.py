@@ -16,15 +16,19 @@ import numpy as np
 import pytest
 import tools
 
-from cupyflash import choose, compiler, spec, structs
+from cupyflash import choose, compiler, precise, spec, structs
 from cupyflash.problem import Problem
+from cupyflash.spec import Variant
 
 needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.nvrtc_missing()))
 KERNELS = compiler.kernel_dir()
 HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
 TOP_HEADERS = (
-    *("any/around_backward.cuh", "any/segments.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh"),
+    *("any/around_backward.cuh", "any/segments.cuh", "any/sink.cuh"),
+    *("sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
+    *("precise/forward.cuh", "precise/backward.cuh"),
+    "sm80/mod_gradient.cuh",
 )
 LIMIT = 232448
 
@@ -52,6 +56,16 @@ def hopper_backward(head_dim=64, head_dim_v=None, dtype="float16", access=16, de
 def split_backward(head_dim=256, head_dim_v=None, dtype="float16", access=16):
     problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v or head_dim, 1.0)
     return choose.hopper_split_backward(problem, access)
+
+
+EVERY_OPTION = {"mask": True, "softcap": 2.0, "alibi": True, "dropout": 0.5}
+
+
+def bias_gradient(head_dim, head_dim_v=None, dtype="float16", bias="float32", shape=(1, 4, 300, 300), access=16,
+                  packed=False, limit=LIMIT, **options):  # fmt: skip
+    problem = Problem(dtype, 2, 300, 300, 4, 4, head_dim, head_dim_v or head_dim, 1.0, bias=bias, **options)
+    before = Variant("", "", dtype, spec.PrepareSpec(head_dim, head_dim, packed, False, access))
+    return choose.bias_gradient(problem, before, shape, access, limit)
 
 
 @pytest.fixture
@@ -91,9 +105,10 @@ def test_header(header):
 
 
 def test_top_headers():
-    """They are what the tables hold, on any GPU, and what comes before packed sequences."""
+    """They are what the tables hold, on any GPU, and what packed sequences, a bias and a function of the user need."""
     variants = [variant for capability in choose.SHARED_LIMIT for variant in choose.variants(capability)]
-    assert {variant.header for variant in variants} | {choose.segments(variants[0]).header} == set(TOP_HEADERS)
+    more = {choose.segments(variants[0]).header, bias_gradient(64).header, "sm80/mod_gradient.cuh"}
+    assert {variant.header for variant in variants} == set(TOP_HEADERS) - more
 
 
 def test_no_other_files():
@@ -165,7 +180,14 @@ template <class A> struct Same<A, A> { static constexpr bool value = true; };
 template <class A> struct Pointer { static constexpr bool value = false; };
 template <class A> struct Pointer<A*> { static constexpr bool value = true; };
 """
-CPP_TYPES = {"i4": "int", "u4": "unsigned int", "i8": "long long", "u8": "unsigned long long", "f4": "float"}
+CPP_TYPES = {
+    "i4": "int",
+    "u4": "unsigned int",
+    "i8": "long long",
+    "u8": "unsigned long long",
+    "f4": "float",
+    "f8": "double",
+}
 
 
 def same_struct(name, dtype, nested, derived=False):
@@ -213,6 +235,9 @@ NESTED = {
     structs.SINK: "cupyflash::Sink",
     structs.DROPOUT: "cupyflash::Dropout",
     structs.LOGIT_ARRAY: "cupyflash::LogitArray",
+    structs.BIAS_GRADIENT: "cupyflash::BiasGradient",
+    structs.LOGIT_MAP: "cupyflash::LogitMap",
+    structs.BLOCKS: "cupyflash::BlockMask",
     structs.SEGMENTS: "cupyflash::Segments",
     structs.TILE_LISTS: "cupyflash::TileList[cupyflash::kTileKinds]",
     structs.LENGTHS: "cupyflash::Lengths",
@@ -231,6 +256,9 @@ def test_struct_twins():
         "Sink": structs.SINK,
         "Dropout": structs.DROPOUT,
         "LogitArray": structs.LOGIT_ARRAY,
+        "BiasGradient": structs.BIAS_GRADIENT,
+        "LogitMap": structs.LOGIT_MAP,
+        "BlockMask": structs.BLOCKS,
         "TileList": structs.TILE_LIST,
         "Segments": structs.SEGMENTS,
         "ForwardParams": structs.FORWARD_PARAMS,
@@ -250,6 +278,11 @@ def test_struct_twins():
     lines = same_struct("HopperBackwardParams", structs.HOPPER_BACKWARD_PARAMS, NESTED, derived=True)
     lines.append(f"static_assert(cupyflash::kStatisticTile == {structs.STATISTIC_TILE});")
     compile_twins(lines, "sm90/backward_params.cuh")
+    for name, dtype in (
+        ("PreciseForwardParams", structs.PRECISE_FORWARD_PARAMS),
+        ("PreciseBackwardParams", structs.PRECISE_BACKWARD_PARAMS),
+    ):
+        compile_twins(same_struct(name, dtype, NESTED, derived=True), "precise/params.cuh")
     twins = {"Lengths": structs.LENGTHS, "Cleared": structs.CLEARED, "SegmentsParams": structs.SEGMENTS_PARAMS}
     lines = [line for name, dtype in twins.items() for line in same_struct(name, dtype, NESTED)]
     lines.append(f"static_assert(sizeof(cupyflash::Segment) == {4 * structs.SEGMENT_WORDS});")
@@ -306,6 +339,9 @@ def test_a_wrong_struct_twin_is_seen(wrong):
 SPECS = (
     *(spec.ForwardSpec, spec.HopperForwardSpec, spec.BackwardSpec),
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
+    *(spec.BiasGradientSpec, spec.BiasSumSpec),
+    *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
+    spec.ModGradientSpec,
 )
 
 
@@ -349,6 +385,7 @@ def test_a_tile_that_is_no_multiple_of_16_is_refused():
 # --- The machine code
 
 HMMA = 0x23C  # low 12 bits of a 16-byte instruction: HMMA.16816 and HMMA.1688
+DMMA = 0x23F
 HGMMA = (0x9F0, 0xDF0)  # with the left operand in shared memory, and in registers
 LOCAL = (0x387, 0x983)  # STL, LDL
 
@@ -376,7 +413,26 @@ def products(variant):
     if variant.template == "backward":
         width = 3 * s.head_dim + 2 * s.head_dim_v  # of the five products, each block_q x block_k
         return s.block_q * s.block_k * width // (16 * 8 * 16) // s.warps
+    if variant.template == "bias_gradient":
+        return s.block_q * s.block_k * (s.head_dim + s.head_dim_v) // (16 * 8 * 16) // s.warps
     return 0
+
+
+def precise_products(variant, capability):
+    """Instructions of one warp for 16 x 8 x 8 products: of the loop along a row, two of its steps are in the text."""
+    s = variant.spec
+    unit = 8 * (2 if s.item == 4 else 1)  # columns of a step
+    if variant.template == "precise_forward":
+        along, depth, columns, scores = s.head_dim, s.block_k, s.head_dim_v, s.row_tiles
+    elif variant.template == "precise_queries":
+        along, depth, columns, scores = s.head_dim, s.block_k, s.head_dim, 1
+    else:
+        along, depth, columns, scores = s.head_dim, s.block_q, s.head_dim + s.head_dim_v, 1
+    assert along // unit > 2
+    count = scores * depth // 8 * (2 * unit // 8 + columns // s.parts // 8)
+    if variant.template != "precise_forward":
+        count += depth // 8 * 2 * unit // 8  # dP
+    return count * (4 if s.item == 8 and capability < 90 else s.products)
 
 
 def group_products(variant):
@@ -434,17 +490,33 @@ def some_variants(capability):
         choose.before_backward(backward(37, dtype=other, access=2, limit=limit), False, 2),
         choose.after_backward(main),
         choose.sink_gradient(choose.before_backward(main, True, 16)),
+        bias_gradient(64, dtype=dtype, bias="bfloat16", limit=limit),
+        bias_gradient(128, dtype=dtype, bias="float16", shape=(2, 4, 300, 300), limit=limit),
+        (of_bias := bias_gradient(256, 40, dtype=other, bias="float32", access=2, limit=limit, **EVERY_OPTION)),
+        choose.bias_sum(of_bias),
+        choose.bias_sum(bias_gradient(64, bias="bfloat16")),
         *(on_hopper if capability == 90 else ()),
     ]
+
+
+def compiled(variants, arch):
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda variant: compiler.compile_offline(variant, arch), dict.fromkeys(variants)))
+
+
+def assert_fits(variants, arch):
+    """They spill no registers, and on Hopper nothing waits after each product."""
+    reports = compiled(variants, arch)
+    for report in reports:
+        assert report.spill_bytes == 0 and not report.remarks, f"{report.variant.expression} for {arch}"
+    return reports
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_75", "sm_80", "sm_90"])
 def test_variants_compile_without_spills(arch):
     capability = int(arch[3:])
-    with ThreadPoolExecutor(2) as pool:
-        reports = list(pool.map(lambda v: compiler.compile_offline(v, arch), some_variants(capability)))
-    for report in reports:
+    for report in compiled(some_variants(capability), arch):
         variant, found = report.variant, instructions(report.cubin)
         about = f"{variant.expression} for {arch}"
         assert report.arch == ("sm_90a" if variant.header.startswith("sm90/") else arch)
@@ -484,41 +556,96 @@ def test_packed_sequences_fit(arch):
 
 
 @needs_nvrtc
+@pytest.mark.parametrize(
+    "arch, dtype, precision, head_dims",
+    [
+        ("sm_80", "float32", None, ((64, 64), (128, 128), (192, 128))),
+        ("sm_80", "float64", None, ((128, 128),)),
+        ("sm_86", "float32", None, ((192, 192), (256, 256))),
+        ("sm_86", "float64", None, ((192, 192), (256, 256))),
+        ("sm_90", "float32", None, ((64, 64), (128, 128), (256, 256))),
+        ("sm_90", "float32", "tf32", ((64, 64),)),
+        ("sm_90", "float64", None, ((64, 64), (128, 128))),
+    ],
+)
+def test_precise_kernels_fit(arch, dtype, precision, head_dims):
+    limit, variants = choose.SHARED_LIMIT[int(arch[3:])], []
+    for head_dim, head_dim_v in head_dims:
+        problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v, 1.0, precision=precision)
+        access = 16 if head_dim == head_dim_v else 8
+        variants += [precise.forward(problem, access, limit), *precise.backward(problem, access, limit)[1:]]
+    for report in assert_fits(variants, arch):
+        variant, spec = report.variant, report.variant.spec
+        about = f"{variant.expression} for {arch}"
+        registers = report.registers * spec.threads * spec.blocks_per_sm
+        assert registers <= 65536, f"{about} does not fit the register file"
+        found, opcode = instructions(report.cubin)[0], DMMA if dtype == "float64" else HMMA
+        assert found[opcode] == precise_products(variant, int(arch[3:])), f"{about} multiplies elsewhere"
+
+
+@needs_nvrtc
 @pytest.mark.parametrize("change", [{"softcap": True}, {"alibi": True}, {"softcap": True, "alibi": True}])
 def test_a_changed_score_fits_on_hopper(change):
     """The kernels with the fewest registers left."""
     narrow = {"dtype": "bfloat16", "access": 2}
-    for variant in (
+    variants = (
         *(hopper_forward(64, float32_out=True), hopper_forward(128)),
         *(hopper_backward(d, deterministic=deterministic) for d in (64, 128) for deterministic in (False, True)),
         *(hopper_backward(64, **narrow), hopper_backward(128, deterministic=True, **narrow)),
         *split_backward(256),
         *split_backward(256, **narrow),
-    ):
-        spec = dataclasses.replace(variant.spec, **change)
-        report = compiler.compile_offline(dataclasses.replace(variant, spec=spec), "sm_90")
-        assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
+    )
+    assert_fits([dataclasses.replace(v, spec=dataclasses.replace(v.spec, **change)) for v in variants], "sm_90")
+
+
+SOME_DIMS = (64, 128, 256)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim", choose.FORWARD)
+@pytest.mark.parametrize("head_dim", SOME_DIMS)
 def test_bias_and_mask_fit(head_dim):
     """The portable kernels, which read them element by element."""
-    for more in (
-        {"bias": "float16", "mask": True},
-        {"bias": "bfloat16", "mask": True, "alibi": True},
-        {"bias": "float32", "mask": True, "softcap": 2.0, "alibi": True, "dropout": 0.5},
-        {"mask": True},
-    ):
+    variants = []
+    for more in ({"bias": "float32", "mask": True, "softcap": 2.0, "alibi": True, "dropout": 0.5}, {"mask": True}):
         problem = Problem("float16", 1, 1, 1, 1, 1, head_dim, head_dim, 1.0, **more)
-        for access in (16, 2):
-            variant = choose.forward(problem, access, False, choose.SHARED_LIMIT[80], 80)
+        variants += [choose.forward(problem, access, False, choose.SHARED_LIMIT[80], 80) for access in (16, 2)]
+        for access, deterministic in ((16, True), (2, False)):
+            variants.append(choose.backward(problem, access, deterministic, choose.SHARED_LIMIT[80], 80))
+        for variant in variants[-4:]:
             assert (variant.spec.bias, variant.spec.mask) == (spec.BIAS_TYPES.index(more.get("bias")), True)
-            assert compiler.compile_offline(variant, "sm_80").spill_bytes == 0, variant.expression
-        for access, deterministic in ((16, False), (16, True), (2, False)):
-            variant = choose.backward(problem, access, deterministic, choose.SHARED_LIMIT[80], 80)
-            assert (variant.spec.bias, variant.spec.mask) == (spec.BIAS_TYPES.index(more.get("bias")), True)
-            assert compiler.compile_offline(variant, "sm_80").spill_bytes == 0, variant.expression
+    assert_fits(variants, "sm_80")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", SOME_DIMS)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_dbias_fits(arch, head_dim):
+    """Of one tile of scores or of several, whatever else the scores have."""
+    packed = arch == "sm_90" and 64 < head_dim <= 128  # where Hopper has one kernel
+    how = {"bias": "float16", "packed": packed, "limit": choose.SHARED_LIMIT[int(arch[3:])], **EVERY_OPTION}
+    assert_fits([bias_gradient(head_dim, shape=shape, **how) for shape in ((2, 4, 300, 300), (1, 4, 300, 300))], arch)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", SOME_DIMS)
+def test_bias_and_mask_fit_on_hopper(head_dim):
+    """With what takes the most registers beside them."""
+    plain = Problem("bfloat16", 1, 4096, 4096, 2, 2, head_dim, head_dim, 1.0)
+    both = {"softcap": 2.0, "alibi": True}
+    packed = dataclasses.replace(plain, bias="float32", mask=True, heads_q=6, seqlen_q=3, **both)
+    variants = [choose.hopper_forward(packed, 16, False)]
+    for more in ({"bias": "bfloat16"}, {"bias": "float16", "mask": True, **both}):
+        problem = dataclasses.replace(plain, **more)
+        variants.append(choose.hopper_forward(problem, 16, "softcap" in more))
+        if choose.backward_elsewhere(problem):
+            continue
+        if choose.split(problem):
+            variants += choose.hopper_split_backward(problem, 2 if "softcap" in more else 16)
+        else:
+            variants.append(choose.hopper_backward(problem, 16, "softcap" in more))
+    for report in assert_fits(variants, "sm_90"):
+        found = instructions(report.cubin)[0]
+        assert tuple(found[opcode] for opcode in HGMMA) == group_products(report.variant), report.variant.expression
 
 
 @needs_nvrtc
@@ -578,7 +705,12 @@ def test_nvrtc_does_not_know_the_gpu(nvrtc, known, capability, parts):
 
 
 @pytest.mark.parametrize(
-    "dtype, capability, oldest", [("float16", 61, "7.5"), ("float16", 70, "7.5"), ("bfloat16", 75, "8.0")]
+    "dtype, capability, oldest",
+    [
+        ("float16", 61, "7.5"),
+        ("float16", 70, "7.5"),
+        *((dtype, 75, "8.0") for dtype in ("bfloat16", "float32", "float64")),
+    ],
 )
 def test_the_gpu_is_too_old(nvrtc, dtype, capability, oldest):
     nvrtc(*NVRTC_12_8)

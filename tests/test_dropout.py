@@ -18,6 +18,8 @@ from cupyflash import checks, choose, compiler, reference
 from cupyflash.dropout import kept, philox
 from cupyflash.problem import Problem
 
+option_backend, option_backend16 = tools.option_backend, tools.option_backend16
+
 LENGTHS = (1, 15, 17, 64, 130, 300)
 HEAD_DIMS = [(40, 40), (64, 64), (96, 96), (128, 128), (256, 256), (192, 128), (64, 40), (16, 256)]
 SEED = 0x9E3779B97F4A7C15  # beyond 63 bits
@@ -556,7 +558,7 @@ def test_kernels_do_not_spill(arch):
         variants += [choose.forward(one, 16, False, limit), choose.backward(one, 16, False, limit)]
         if arch == "sm_90":
             variants += [choose.hopper_forward(one, 16, False), choose.hopper_forward(replace(one, right=0), 16, False)]
-            if not choose.drops_elsewhere(one):
+            if not choose.backward_elsewhere(one):
                 assert choose.split(one)
                 variants += choose.hopper_split_backward(one, 16)
     with ThreadPoolExecutor(2) as pool:

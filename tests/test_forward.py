@@ -7,6 +7,8 @@ from tools import LENGTH_PAIRS, check, inputs
 
 import cupyflash
 
+every_backend = tools.every_backend
+
 
 @pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTH_PAIRS)
 def test_lengths(backend, seqlen_q, seqlen_k):

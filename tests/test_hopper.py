@@ -15,10 +15,11 @@ hopper = pytest.mark.skipif("sm90" not in tools.CUDA_PATHS, reason="needs a Hopp
 ADDRESS_WORD = 0
 
 
-def array(shape=(2, 5, 3, 64), steps=None, pointer=1 << 20):
-    """Something with the address and strides of a CuPy array of 16-bit elements."""
+def array(shape=(2, 5, 3, 64), steps=None, pointer=1 << 20, itemsize=2):
+    """Something with the address and strides of a CuPy array."""
     steps = steps or (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
-    return SimpleNamespace(data=SimpleNamespace(ptr=pointer), shape=shape, strides=tuple(2 * step for step in steps))
+    strides = tuple(itemsize * step for step in steps)
+    return SimpleNamespace(data=SimpleNamespace(ptr=pointer), shape=shape, strides=strides, itemsize=itemsize)
 
 
 # --- Maps, without a driver
@@ -102,6 +103,14 @@ def test_arguments_of_the_driver(driver, dtype, kind):
     assert driver.arguments == (kind, 4, 1 << 20, sizes, strides, [64, 1, 128, 1], [1, 1, 1, 1], (0, 3, 3, 0))
     tensor_map.encode(array(), dtype, 20, 3, pointer=1 << 30)
     assert driver.arguments[2] == 1 << 30 and driver.arguments[5] == [64, 3, 20, 1]
+
+
+@pytest.mark.parametrize("dtype, kind, itemsize", [("float32", 7, 4), ("bool", 0, 1)])
+def test_other_elements(driver, dtype, kind, itemsize):
+    """A row of a box has 128 bytes, whatever they are."""
+    tensor_map.encode(array(itemsize=itemsize), dtype, 20, 3)
+    strides = [itemsize * n for n in (64, 192, 960)]
+    assert driver.arguments[0] == kind and driver.arguments[4:6] == (strides, [128 // itemsize, 3, 20, 1])
 
 
 @pytest.mark.parametrize(
@@ -308,3 +317,101 @@ def test_the_split_backward_is_always_deterministic(paths_of_a_call):
     x = tools.inputs(BFLOAT16, 300, 333, heads_q=40, heads_k=20, head_dim=192)
     one, other = (paths_of_a_call("sm90", *x.qkv, x.dout, deterministic=d, causal=True)[0] for d in (False, True))
     assert all(tools.same_bits(one[name], other[name]) for name in one)
+
+
+# --- Bias and mask
+
+LOGIT_SHAPES = {  # batch, heads and queries are one or all; queries, keys, heads, head_dim
+    "in full": (2, 4, True, True),
+    "of a head": (1, 4, True, True),
+    "for all heads": (2, 1, True, True),
+    "for all queries": (2, 4, False, True),
+    "of keys": (1, 1, False, True),
+    "of queries": (1, 1, True, False),
+}
+LOGIT_CASES = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
+    "64": (203, 400, 4, 2, 64, 64),
+    "96": (130, 256, 4, 4, 96, 72),
+    "128, split": (300, 336, 4, 2, 128, 128),
+    "128": (520, 1040, 4, 4, 128, 128),
+    "192": (130, 272, 4, 2, 192, 160),
+    "256": (127, 160, 4, 4, 256, 256),
+    "packed": (7, 304, 4, 1, 128, 128),
+    "packed, several tiles": (70, 272, 4, 2, 64, 64),
+    "less than a tile": (5, 16, 4, 4, 64, 64),
+}
+
+
+def logits_of(shape, seqlen_q, seqlen_k):
+    batch, heads, queries, keys = LOGIT_SHAPES[shape]
+    return batch, heads, seqlen_q if queries else 1, seqlen_k if keys else 1
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("shape", LOGIT_SHAPES)
+@pytest.mark.parametrize("which", LOGIT_CASES)
+@pytest.mark.parametrize(
+    "kind, mask",
+    [
+        ("float16", "full"),
+        ("bfloat16", "causal"),
+        ("float32", "rows without keys"),
+        ("mask", "causal"),
+        ("both", "full"),
+    ],
+)
+def test_bias_and_mask_on_hopper(paths_of_a_call, kind, which, shape, mask):
+    """Tiles that the copy engine brings: their elements, their edges, and what all heads or queries share."""
+    seqlen_q, seqlen_k, heads_q, heads_k, *head_dims = LOGIT_CASES[which]
+    x = tools.inputs(BFLOAT16, seqlen_q, seqlen_k, heads_q, heads_k, *head_dims)
+    rng, size = np.random.default_rng(1), logits_of(shape, seqlen_q, seqlen_k)
+    options = dict(MASKS[mask])
+    if kind != "mask":
+        bias = np.where(rng.random(size) < 0.1, -np.inf, rng.normal(0, 1.5, size))
+        options["bias"] = BFLOAT16.array(bias, tools.DTYPES["bfloat16" if kind == "both" else kind])
+    if kind in ("mask", "both"):
+        options["mask"] = BFLOAT16.xp.asarray(rng.random(size) < 0.7)
+    right = tools.expectation(BFLOAT16, *x.qkv, x.dout, **options)
+    results, paths = paths_of_a_call("sm90", *x.qkv, x.dout, **options)
+    read = shape != "of queries"  # no copy of less than 16 bytes
+    assert paths == ["sm90" if read else "sm80", "sm90" if read and max(head_dims) <= 192 else "sm80"]
+    for name, result in results.items():
+        tools.assert_close(name, BFLOAT16.host(result), *right[name])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"alibi_slopes": True}, {"sink": True}, {"deterministic": True}])
+@pytest.mark.parametrize("which", ["64", "128", "192", "packed"])
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_bias_beside_other_options(paths_of_a_call, with_mask, which, options):
+    seqlen_q, seqlen_k, heads_q, heads_k, *head_dims = LOGIT_CASES[which]
+    x = tools.inputs(BFLOAT16, seqlen_q, seqlen_k, heads_q, heads_k, *head_dims)
+    rng, options = np.random.default_rng(2), dict(options)
+    for name in ("alibi_slopes", "sink"):
+        if name in options:
+            options[name] = BFLOAT16.array(rng.random(heads_q), np.float32)
+    options["bias"] = BFLOAT16.array(rng.normal(0, 1.5, (heads_q, seqlen_q, seqlen_k)))
+    if with_mask:
+        options["mask"] = BFLOAT16.xp.asarray(rng.random((2, 1, seqlen_q, seqlen_k)) < 0.7)
+    deterministic = options.pop("deterministic", False)
+    right = tools.expectation(BFLOAT16, *x.qkv, x.dout, **options)
+    results, paths = paths_of_a_call("sm90", *x.qkv, x.dout, deterministic, **options)
+    assert paths == ["sm90", "sm90"]
+    for name, result in results.items():
+        tools.assert_close(name, BFLOAT16.host(result), *right[name])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("value", [float(np.finfo(np.float32).min), -1e30, 1e30])
+def test_a_row_of_huge_bias_on_hopper(paths_of_a_call, value):
+    """What is finite hides nothing: the row is the mean of the values."""
+    x = tools.inputs(BFLOAT16, 70, 336, head_dim=128)
+    bias = np.zeros((70, 336), np.float32)
+    bias[5] = value
+    results, paths = paths_of_a_call("sm90", *x.qkv, bias=BFLOAT16.array(bias, np.float32))
+    assert paths == ["sm90"]
+    mean = np.repeat(BFLOAT16.host(x.v).mean(axis=1), x.q.shape[2] // x.v.shape[2], axis=1)
+    np.testing.assert_allclose(BFLOAT16.host(results["out"])[:, 5], mean, atol=8 * BFLOAT16.eps)

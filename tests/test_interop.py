@@ -277,7 +277,7 @@ def test_no_copy(name, monkeypatch):
     out = cupyflash.attention(*[from_numpy(name, x) for x in args[1:]])
     for x, view in zip((*args[1:], to_numpy(out)), seen, strict=False):
         assert x.__array_interface__["data"][0] == view.__array_interface__["data"][0]
-    assert seen[4:] == [None, None, None, 0, None, None]  # lse, slopes, sink, seed, bias, mask
+    assert seen[4:] == [None] * 3 + [0] + [None] * 4  # lse, slopes, sink, seed, bias, mask, blocks, functions
 
 
 def test_jax_without_copy(monkeypatch):
@@ -550,7 +550,7 @@ def test_cupy_call(current_device, monkeypatch, device):
     del current_device[1:]
     for _ in range(2):
         assert cupyflash.attention(q, cupy_array(scattered, device), v, out=dout) is dout
-        problem, *views, lse, _, seed, _, _, depth = calls.pop()
+        problem, *views, lse, _, seed, _, _, _, _, depth = calls.pop()
         assert (
             views[0] is q and views[1][0] == "copy" and views[2] is v and views[3] is dout and lse is None and seed == 0
         )
@@ -566,12 +566,11 @@ def test_cupy_call(current_device, monkeypatch, device):
 def test_cupy_arguments(current_device):
     args = inputs("float16")
     q, k, v = (cupy_array(x) for x in args[1:])
-    for name, x in (("bias", normal((5, 7))), ("mask", np.ones((5, 7), bool))):
-        with pytest.raises(NotImplementedError, match=f"{name} is given; allowed on the GPU: None"):
-            cupyflash.attention(q, k, v, **{name: cupy_array(x)})
     wide = [cupy_array(x) for x in inputs("float32")[1:]]
-    with pytest.raises(NotImplementedError, match="q has dtype float32; allowed on the GPU: float16, bfloat16"):
-        cupyflash.attention(*wide)
+    with pytest.raises(
+        NotImplementedError, match="softcap is given and q has dtype float32; allowed with it on the GPU"
+    ):
+        cupyflash.attention(*wide, softcap=2.0)
     odd = np.zeros(q.nbytes + 1, np.uint8)[1:].view(np.float16).reshape(q.shape)
     with pytest.raises(ValueError, match="q is at address 0x.*; allowed: multiples of 2"):
         cupyflash.attention(cupy_array(odd), k, v)
@@ -795,8 +794,10 @@ def test_gpu_out(cupy):
 @pytest.mark.gpu
 def test_gpu_refusals(cupy):
     _, q, k, v = gpu_inputs(cupy)
-    with pytest.raises(NotImplementedError, match="q has dtype float32; allowed on the GPU: float16, bfloat16"):
-        cupyflash.attention(q.astype("f4"), k.astype("f4"), v.astype("f4"))
+    with pytest.raises(
+        NotImplementedError, match="softcap is given and q has dtype float32; allowed with it on the GPU"
+    ):
+        cupyflash.attention(q.astype("f4"), k.astype("f4"), v.astype("f4"), softcap=2.0)
     with pytest.raises(ValueError, match="q has head_dim 257; allowed: 1 to 256 on the GPU"):
         wide = cupy.zeros((1, 2, 1, 257), "f2")
         cupyflash.attention(wide, wide, wide)

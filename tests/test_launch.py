@@ -20,8 +20,9 @@ import pytest
 import tools
 
 import cupyflash
-from cupyflash import checks, choose, compiler, interop, structs, tensor_map
+from cupyflash import checks, choose, compiler, interop, precise, structs, tensor_map
 from cupyflash.problem import Problem
+from cupyflash.spec import BIAS_TYPES
 
 launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
 launch_varlen = pytest.importorskip("cupyflash.launch_varlen", reason="needs CuPy")
@@ -47,6 +48,12 @@ def array(shape, dtype, pad=0, offset=0):
     return memory[start:end].view(dtype).reshape(*outer, width + pad)[..., :width].view(Array)
 
 
+def of_logits(problem, arrays):
+    """Those of bias and mask that are given, in the shape of the logits."""
+    shape = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
+    return {n: np.broadcast_to(arrays[n], shape, subok=True) for n in OF_LOGITS if n in arrays}
+
+
 @dataclass
 class Launched:
     """What the driver was given."""
@@ -67,12 +74,31 @@ STRUCTS = {
     "any/segments.cuh": structs.SEGMENTS_PARAMS,
     "sm80/forward.cuh": structs.FORWARD_PARAMS,
     "sm90/forward.cuh": structs.HOPPER_FORWARD_PARAMS,
-    **dict.fromkeys(("sm80/backward.cuh", "any/around_backward.cuh", "any/sink.cuh"), structs.BACKWARD_PARAMS),
+    **dict.fromkeys(("sm80/backward.cuh", "sm80/bias_gradient.cuh"), structs.BACKWARD_PARAMS),
+    **dict.fromkeys(("any/around_backward.cuh", "any/sink.cuh"), structs.BACKWARD_PARAMS),
     **dict.fromkeys(
         ("sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"), structs.HOPPER_BACKWARD_PARAMS
     ),
+    "precise/forward.cuh": structs.PRECISE_FORWARD_PARAMS,
+    "precise/backward.cuh": structs.PRECISE_BACKWARD_PARAMS,
+    "sm80/mod_gradient.cuh": structs.BACKWARD_PARAMS,
 }
 MULTIPROCESSORS, STREAM = 132, 77
+
+
+def struct_of(variant):
+    """What the kernel reads, its functions of the user included, where it looks for them."""
+    dtype = STRUCTS[variant.header]
+    if variant.mods is None:
+        return dtype
+    whole = structs.modified(dtype, variant.mods.words)
+    if variant.template not in ("bias_gradient", "mod_gradient"):
+        return whole
+    offsets = [whole.fields[name][1] for name in dtype.names] + [variant.spec.mods_at]
+    formats = [whole[name] for name in whole.names]
+    return np.dtype({"names": whole.names, "formats": formats, "offsets": offsets})
+
+
 ADDRESS_WORD = 12  # of a map, behind its other arguments
 
 
@@ -104,6 +130,7 @@ class Gpu:
             broadcast_to=partial(np.broadcast_to, subok=True),
             ascontiguousarray=lambda x: x if x.flags.c_contiguous else self.copy(x),
             asarray=lambda x: x,
+            **{name: getattr(np, name) for name in ("arange", "moveaxis", "stack")},
             cuda=SimpleNamespace(
                 Device={self.capability: device}.__getitem__,
                 get_current_stream=lambda: stream,
@@ -141,7 +168,7 @@ class Gpu:
 
     def launch(self, cooperative, variant, blocks, y, z, threads, thread_y, thread_z, shared_bytes, stream, arguments):
         assert y == z == thread_y == thread_z == 1 and stream == STREAM
-        dtype = STRUCTS[variant.header]
+        dtype = struct_of(variant)
         address = ctypes.c_uint64.from_address(arguments).value
         params = np.frombuffer(ctypes.string_at(address, dtype.itemsize), dtype)[0]
         self.launched.append(Launched(variant, blocks, threads, shared_bytes, cooperative, params))
@@ -209,6 +236,7 @@ class Shape:
     heads_q: int = 4
     heads_k: int = 2
     dtype: str = "bfloat16"
+    bias_dtype: str = "float32"
 
 
 OPTIONS = {
@@ -219,8 +247,23 @@ OPTIONS = {
     "sink": {"sink": True},
     "dropout": {"dropout": 0.25},
     "all": {"causal": "upper_left", "softcap": 5.0, "alibi_slopes": True, "sink": True, "dropout": 0.5},
+    "mask": {"mask": (1, 0, 1, 1)},
+    "bias": {"bias": (1, 1, 1, 1), "sink": True},
+    "bias of heads": {"bias": (0, 1, 0, 0), "softcap": 5.0, "dropout": 0.5},
+    "bias of keys": {"bias": (1, 0, 0, 1), "mask": (0, 0, 1, 0), "causal": True},
+    "bias of queries": {"bias": (0, 0, 1, 0), "alibi_slopes": True},
+    "bias of pairs": {"bias": (0, 1, 1, 1)},
+    "blocks": {"blocks": "whole"},
+    "blocks and mask": {"blocks": "whole", "mask": (1, 0, 1, 1), "causal": True},
+    "blocks in part": {"blocks": "in part"},
+    "blocks and all": {"blocks": "whole", "causal": True, "softcap": 5.0, "alibi_slopes": True, "dropout": 0.5},
+    "blocks and softcap": {"blocks": "whole", "softcap": 5.0},
+    "blocks and bias": {"blocks": "whole", "bias": (1, 0, 1, 1)},
+    "blocks in part and bias": {"blocks": "in part", "bias": (0, 1, 1, 0), "causal": True},
 }
-BY_HEAD = ("alibi_slopes", "sink")  # arrays among the options
+BY_HEAD = ("alibi_slopes", "sink")
+OF_LOGITS = ("bias", "mask")  # axes along which they are not broadcast
+ARRAYS = (*BY_HEAD, *OF_LOGITS)  # among the options
 SEEDS = itertools.count((1 << 63) + 1)
 
 
@@ -233,6 +276,7 @@ class Call:
     arrays: dict
     launched: list
     main: tuple[str, ...]  # kernels of the pass, without those around them
+    block_mask: object = None
     deterministic: bool = False
 
 
@@ -243,18 +287,45 @@ def prepared(shape, options, names, float32_out, layouts):
     out, rows = (*q[:-1], shape.head_dim_v), (shape.batch, shape.heads_q, shape.seqlen_q)
     shapes = {"q": q, "k": k, "v": (*k[:-1], shape.head_dim_v), "out": out, "dout": out, "lse": rows, "dlse": rows}
     shapes |= {"alibi_slopes": rows[:2], "sink": rows[1:2]}
+    logits = (shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k)
+    shapes |= {
+        name: tuple(n if kept else 1 for n, kept in zip(logits, options.get(name, logits))) for name in OF_LOGITS
+    }
     narrow = {"q", "k", "v", "dout"} | (set() if float32_out else {"out"})
-    dtypes = {name: tools.DTYPES[shape.dtype if name in narrow else "float32"] for name in shapes}
-    names += tuple(name for name in BY_HEAD if name in options)
+    wide = "float64" if shape.dtype == "float64" else "float32"
+    dtypes = {name: tools.DTYPES[shape.dtype if name in narrow else wide] for name in shapes}
+    dtypes |= {"bias": tools.DTYPES[shape.bias_dtype], "mask": np.dtype(bool)}
+    names += tuple(name for name in ARRAYS if name in options)
     arrays = {name: layouts.get(name, array)(shapes[name], dtypes[name]) for name in names}
-    keywords = options | {name: arrays[name] for name in BY_HEAD if name in options}
+    keywords = options | {name: arrays[name] for name in ARRAYS if name in options}
+    given = {name: options.get(name) for name in ("score_mod", "mask_mod")}
+    captured = {name: x for mod in given.values() if mod is not None for name, x in mod.arrays.items()}
+    if "blocks" in options:
+        keywords["block_mask"] = block_mask(shape, keywords.pop("blocks"))
     if "dropout" in options:
         keywords["seed"] = next(SEEDS)
-    words = {"causal": False, "window": None, "scale": None} | {n: x for n, x in options.items() if n not in BY_HEAD}
-    problem = checks.forward(
-        True, checks.options(**words), **{name: arrays[name] for name in ("q", "k", "v", *BY_HEAD) if name in arrays}
-    )
+    words = {"causal": False, "window": None, "scale": None, "mods": checks.mods(**given, backward="lse" in names)}
+    words |= {name: x for name, x in options.items() if name not in (*ARRAYS, "blocks", *given)}
+    words["block_mask"] = keywords["block_mask"].layout if "blocks" in options else None
+    passed = {name: arrays[name] for name in ("q", "k", "v", *ARRAYS) if name in arrays} | captured
+    problem = checks.forward(True, checks.options(**words), **passed)
+    if problem.mask and "mask" not in arrays:
+        arrays["mask"] = keywords["block_mask"].mask
     return problem, arrays, keywords
+
+
+def block_mask(shape, kind):
+    """One that differs by head or, in part, by batch."""
+    size = (128, 256) if kind == "whole" else (256, 128)
+    heads = (1, shape.heads_q) if kind == "whole" else (shape.batch, 1)
+    blocks = array((*heads, tiles(shape.seqlen_q, size[0]), tiles(shape.seqlen_k, size[1])), bool)
+    rng = np.random.default_rng(0)
+    blocks[...] = rng.random(blocks.shape) < 0.6
+    if kind == "whole":
+        return cupyflash.BlockMask(blocks, size)
+    full = array(blocks.shape, bool)
+    full[...] = rng.random(blocks.shape) < 0.5
+    return cupyflash.BlockMask(blocks, size, full, array((shape.heads_q, shape.seqlen_q, shape.seqlen_k), bool))
 
 
 def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
@@ -264,9 +335,11 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     got = cupyflash.attention(*(arrays[name] for name in "qkv"), out=arrays["out"], return_lse=lse, **keywords)
     if lse:
         arrays["lse"] = got[1]
-    on_hopper = gpu.path == "sm90" and not gpu.refuses and copyable(*(arrays[name] for name in "qkv"))
-    main = ("hopper_forward" if on_hopper else "forward",)
-    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main)
+    on_hopper = gpu.path == "sm90" and not gpu.refuses and not choose.forward_elsewhere(problem)
+    on_hopper = on_hopper and copyable(*(arrays[name] for name in "qkv"))
+    on_hopper = on_hopper and all(map(readable, of_logits(problem, arrays).values()))
+    main = ("precise_forward" if shape.dtype in precise.ITEM else "hopper_forward" if on_hopper else "forward",)
+    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, keywords.get("block_mask"))
     check(gpu, call)
     return call
 
@@ -282,10 +355,15 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     arrays |= tools.named(got)
     assert ("dsink" in arrays) == ("sink" in arrays)
     main = ("backward",)
+    assert ("dbias" in arrays) == ("bias" in arrays)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
-    if gpu.path == "sm90" and not gpu.refuses and copied and not choose.drops_elsewhere(problem):
-        main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
-    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, deterministic)
+    copied = copied and all(map(readable, of_logits(problem, arrays).values()))
+    if gpu.path == "sm90" and not gpu.refuses and copied and not choose.backward_elsewhere(problem):
+        main = ("hopper_keys", "hopper_queries") if choose.split(problem, deterministic) else ("hopper_backward",)
+    if shape.dtype in precise.ITEM:
+        main = ("precise_keys", "precise_queries")
+    blocks = keywords.get("block_mask")
+    call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, blocks, deterministic)
     check(gpu, call)
     return call
 
@@ -299,19 +377,30 @@ def copyable(*arrays):
 # --- What is true by definition
 
 
+def readable(x):
+    """Whether the copy engine reads this bias or mask, of the shape of the logits."""
+    steps = [step for step, n in zip(x.strides[:3], x.shape) if n > 1 and step != 0]
+    contiguous = x.shape[3] == 1 or x.strides[3] == x.itemsize
+    return contiguous and x.ctypes.data % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
 def check(gpu, call):
     """One struct for all launches of a call, the launches in their order, each as its kernel needs it."""
     packed = call.main == ("hopper_backward",)
     order = list(call.main)
     if "dq" in call.arrays:  # delta is there before anything uses it, and dq's sum before it becomes dq
-        order = ["prepare_backward", *order]
-        order += [] if "hopper_queries" in order else ["finish_backward"]
+        order = ["precise_delta" if "precise_keys" in order else "prepare_backward", *order]
+        order += [] if {"hopper_queries", "precise_queries"} & {*order} else ["finish_backward"]
         order += ["sink_gradient"] if call.problem.sink else []
+        order += ["bias_gradient"] if call.problem.bias else []
+        order += ["add_bias_gradients"] if call.launched[-1].params["dbias"]["parts"] > 1 else []
+        order += ["mod_gradient"] if call.problem.mods and call.problem.mods.tracked else []
     assert [one.variant.template for one in call.launched] == order
     for one in call.launched:
         check_launch(gpu, call, one, packed)
     for one in call.launched:
         check_params(call, one.params)
+        check_logits(call, one)
         if one.variant.template.startswith("hopper"):
             check_maps(call, one)
     if "dq" in call.arrays:
@@ -325,16 +414,27 @@ def check_launch(gpu, call, one, packed):
     assert one.threads == spec.threads and one.shared_bytes == spec.shared_bytes
     assert one.shared_bytes * getattr(spec, "blocks_per_sm", 1) <= choose.SHARED_LIMIT[gpu.capability]
     assert 0 < one.blocks < 1 << 31
-    if template in call.main:
+    if template in (*call.main, "bias_gradient", "mod_gradient"):
         options = problem.softcap is not None, problem.alibi, problem.dropout > 0
-        assert (spec.softcap, spec.alibi, getattr(spec, "dropout", False)) == options
+        assert tuple(getattr(spec, name, False) for name in ("softcap", "alibi", "dropout")) == options
+        assert getattr(spec, "bias", 0) == BIAS_TYPES.index(problem.bias)
+        assert getattr(spec, "mask", False) == problem.mask
+        if hasattr(spec, "products"):
+            assert spec.item == call.arrays["q"].itemsize
+            assert spec.products == (3 if problem.dtype == "float32" and problem.precision != "tf32" else 1)
         assert getattr(spec, "deterministic", call.deterministic) == call.deterministic
+        assert getattr(spec, "blocks", False) == (call.block_mask is not None)
+        if call.block_mask is not None:  # a tile lies within one of those that have bits
+            assert all(128 % getattr(spec, name, 64) == 0 for name in ("block_q", "block_k"))
+            assert not getattr(spec, "packed", False)
     if hasattr(spec, "head_dim"):
         assert spec.head_dim >= problem.head_dim and spec.head_dim_v >= problem.head_dim_v
     if template in ("forward", "hopper_forward", "prepare_backward"):
         assert spec.float32_out == (call.arrays["out"].dtype == np.float32)
-    if template in ("prepare_backward", "sink_gradient"):
+    if template in ("prepare_backward", "sink_gradient", "bias_gradient", "mod_gradient"):
         assert spec.packed == packed
+    with_mods = (*call.main, "bias_gradient", "mod_gradient")
+    assert one.variant.mods == (problem.mods if template in with_mods else None)
     if hasattr(spec, "access"):
         check_access(call, one)
     check_blocks(call, one)
@@ -353,8 +453,13 @@ ALIGNED = {  # arrays that a kernel reads or writes `access` bytes at once
     "hopper_backward": ("dk", "dv"),
     "hopper_keys": ("dk", "dv"),
     "hopper_queries": ("dq",),
+    "bias_gradient": ("q", "k", "v", "dout"),
+    "precise_forward": ("q", "k", "v", "out"),
+    "precise_keys": ("q", "k", "v", "dout", "dk", "dv"),
+    "precise_queries": ("q", "k", "v", "dout", "dq"),
     "prepare_backward": ("dout", "out"),
     "finish_backward": ("dq",),
+    "mod_gradient": ("q", "k", "v", "dout"),
 }
 
 
@@ -363,7 +468,7 @@ def check_access(call, one):
     access = one.spec.access
     for name in ALIGNED[one.variant.template]:
         x = call.arrays[name]
-        if x.dtype == np.float32 and one.variant.template in call.main:
+        if x.dtype == np.float32 != call.arrays["q"].dtype and one.variant.template in call.main:
             continue
         assert (x.ctypes.data | x.shape[3] * x.itemsize) % access == 0, name
         assert all(s % access == 0 for s, n in zip(x.strides[:3], x.shape) if n > 1), name
@@ -377,6 +482,11 @@ def check_blocks(call, one):
         "forward": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
         "backward": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
         "sink_gradient": lambda: problem.heads_q,
+        "precise_forward": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
+        "precise_delta": lambda: tiles(pairs_q * problem.seqlen_q, spec.warps),
+        "precise_keys": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
+        "precise_queries": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
+        "mod_gradient": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
     }
     if template in exact:
         assert one.blocks == exact[template]()
@@ -387,6 +497,11 @@ def check_blocks(call, one):
         assert spec.head_dim % spec.finished_cols == 0
         warps = pairs_q * tiles(problem.seqlen_q, 16) * spec.head_dim // spec.finished_cols
         assert one.blocks == tiles(warps, spec.warps)
+    elif template == "bias_gradient":
+        check_sums(call, one)
+    elif template == "add_bias_gradients":
+        assert spec.bias == BIAS_TYPES.index(problem.bias)
+        assert one.blocks == tiles(call.arrays["dbias"].size, 32)
     else:
         check_order(call, one)
 
@@ -410,10 +525,59 @@ def check_order(call, one):
     cluster = getattr(spec, "cluster", 1)
     assert one.blocks % cluster == 0 and one.blocks <= MULTIPROCESSORS
     assert one.blocks // cluster <= tiles(order["all_runs"].item(), at_once), "a block without work"
+    assert not (template == "hopper_backward" and spec.blocks and params["rotated"])
     wait = template == "hopper_backward" and call.deterministic and params["rotated"]
     assert one.cooperative == bool(wait), "only blocks that run at once may wait for each other"
     if wait:
         assert one.blocks % count == 0 and params["sizes"]["section"] == 1, "whole heads at a time"
+
+
+def check_sums(call, one):
+    """Every tile of scores is added once, where it belongs, and every part of a sum is written once."""
+    problem, spec, record = call.problem, one.spec, one.params["dbias"]
+    counts = (
+        problem.batch,
+        problem.heads_q,
+        tiles(problem.seqlen_q, spec.block_q),
+        tiles(problem.seqlen_k, spec.block_k),
+    )
+    shape = call.arrays["bias"].shape
+    assert record.item()[:5] == (call.arrays["dbias"].ctypes.data, *shape)
+    chunks, run, parts = record.item()[5:]
+    # As the kernel does: positions count along the axes that are summed first, from the last one on.
+    order = [axis for axis in (3, 2, 1, 0) if shape[axis] == 1] + [axis for axis in (3, 2, 1, 0) if shape[axis] > 1]
+    of_one = math.prod(n for n, size in zip(counts, shape) if size == 1)
+    assert spec.summed == (of_one > 1)
+    added = np.zeros(counts, int)
+    written = np.zeros((parts, *shape), int)
+    for block in range(one.blocks):
+        if chunks > 1:
+            share, start, chunk = tiles(of_one, chunks), block // chunks * of_one, block % chunks
+            positions = range(start + chunk * share, start + min(of_one, (chunk + 1) * share))
+        else:
+            first, chunk = block * run * of_one, 0
+            positions = range(first, min(first + run * of_one, math.prod(counts)))
+        assert positions, "a block without work"
+        for position in positions:
+            at = dict(zip(order, np.unravel_index(position, [counts[axis] for axis in order[::-1]])[::-1]))
+            at = [int(at[axis]) for axis in range(4)]
+            added[tuple(at)] += 1
+            if position + 1 < positions.stop and (position + 1) % of_one:
+                continue
+            for warp in range(spec.warps):
+                warps = warp % spec.warps_q, warp // spec.warps_q
+                where, part = [n if size > 1 else 0 for n, size in zip(at[:2], shape)], chunk
+                for axis, block_size, split in (
+                    (2, spec.block_q, spec.warps_q),
+                    (3, spec.block_k, spec.warps // spec.warps_q),
+                ):
+                    if shape[axis] == 1:
+                        part, where = part * split + warps[axis - 2], [*where, slice(0, 1)]
+                    else:
+                        first = at[axis] * block_size + warps[axis - 2] * (block_size // split)
+                        where.append(slice(first, first + block_size // split))
+                written[(part, *where)] += 1
+    assert (added == 1).all() and (written == 1).all()
 
 
 def check_params(call, params):
@@ -429,13 +593,19 @@ def check_params(call, params):
     if slopes is not None:  # as many as rows of lse, so that one for all batches has the stride 0
         slopes = np.broadcast_to(slopes, (problem.batch, problem.heads_q))
     check_array(score.item()[:3], slopes, "slopes")
+    given = of_logits(problem, arrays)
+    for name in OF_LOGITS:
+        if name in names and params.dtype[name] == structs.LOGIT_ARRAY:
+            check_array(params[name].item(), given.get(name), name)
     if "dsink" in names:
+        assert problem.bias or params["dbias"].item() == (0,) * 8
         assert params["dsink"] == (arrays["dsink"].ctypes.data if problem.sink else 0)
     softcap = problem.softcap
     capped = (0, 0) if softcap is None else (problem.scale / softcap, softcap / math.log(2))
     assert score.item()[3:] == (*map(np.float32, capped), problem.diagonal)
     kept = 1 - problem.dropout
     assert params["dropout"].item() == (call.seed, 2**32 * problem.dropout, np.float32(1 / kept))
+    check_bitmaps(call, params)
     sizes = params["sizes"]
     for name in ("batch", "heads_q", "group", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
         assert sizes[name] == getattr(problem, name), name
@@ -443,7 +613,35 @@ def check_params(call, params):
         low, high = max(0, query + sizes["low"]), min(problem.seqlen_k, query + sizes["high"] + 1)
         assert (low, max(low, high)) == problem.key_range(query, query + 1)
     assert 1 <= sizes["section"] <= problem.batch * problem.heads_q
+    assert "exact_scale" not in names or params["exact_scale"] == problem.scale
     assert (sizes["scale"], sizes["scale_log2"]) == (np.float32(problem.scale), np.float32(problem.scale / math.log(2)))
+
+
+def check_logits(call, one):
+    """Maps where Hopper's copy engine reads bias and mask."""
+    given = of_logits(call.problem, call.arrays)
+    for name in OF_LOGITS:
+        if one.variant.template.startswith("hopper"):
+            record = one.params[f"{name}_map" if "dq" in call.arrays else name]
+            check_logit_map(call, one.spec, record, given.get(name))
+
+
+def check_logit_map(call, spec, record, x):
+    """A box is 128 bytes wide; along an axis with one entry for all it has that alone, and no coordinate counts."""
+    if x is None:
+        assert not record["map"].any()
+        return
+    rows, heads = spec.block_q if isinstance(spec, choose.HopperBackwardSpec) else 64, 1  # of a warpgroup
+    if getattr(spec, "packed", False):
+        rows, heads = 64 // call.problem.group, call.problem.group
+    own = [n > 1 and stride != 0 for n, stride in zip(x.shape[:3], x.strides)]
+    assert [record[axis] for axis in ("batch", "head", "row")] == own
+    batch, head, seqlen = (n if has else 1 for n, has in zip(x.shape, own))
+    strides = [x.strides[axis] if own[axis] else 16 for axis in (1, 2, 0)]
+    box = [128 // x.itemsize, heads if own[1] else 1, rows if own[2] else 1, 1]
+    kind = 0 if x.dtype == bool else tensor_map.ELEMENT_TYPES[call.problem.bias]
+    expected = [kind, x.shape[3], head, seqlen, batch, *strides, *box, x.ctypes.data]
+    assert record["map"][: ADDRESS_WORD + 1].tolist() == expected
 
 
 def check_array(record, x, name):
@@ -455,6 +653,29 @@ def check_array(record, x, name):
     assert pointer == x.ctypes.data, name
     for step, stride, n in zip(steps, x.strides, x.shape):
         assert n == 1 or step * x.itemsize == stride, name
+
+
+def check_bitmaps(call, params):
+    """Bits that say what the block mask shows."""
+    problem, given = call.problem, call.block_mask
+    for name in {"blocks", "key_blocks"} & set(params.dtype.names):
+        pointer, batch_step, head_step, words = params[name].item()
+        if given is None:
+            assert (pointer, batch_step, head_step, words) == (0,) * 4
+            continue
+        planes = [given.blocks, given.blocks & ~(given.blocks if given.full is None else given.full)]
+        if problem.mask and given.mask is None:
+            planes[1] = planes[0]
+        by_tile = np.stack([np.kron(plane, np.ones([n // 128 for n in given.block_size], bool)) for plane in planes])
+        by_tile = np.broadcast_to(by_tile, (2, problem.batch, problem.heads_q, *by_tile.shape[3:]))
+        if name == "key_blocks":
+            by_tile = by_tile.swapaxes(3, 4)
+        rows, columns = by_tile.shape[3:]
+        for b, h, row in itertools.product(range(problem.batch), range(problem.heads_q), range(rows)):
+            at = pointer + 4 * 2 * words * (b * batch_step + h * head_step + row)
+            bits = np.frombuffer(ctypes.string_at(at, 8 * words), np.uint8)
+            bits = np.unpackbits(bits, bitorder="little").reshape(2, 32 * words)
+            assert (bits[:, :columns] == by_tile[:, b, h, row]).all() and not bits[:, columns:].any()
 
 
 def check_maps(call, one):
@@ -485,12 +706,16 @@ def check_workspace(gpu, call, packed):
     heads, seqlen = problem.heads_q, problem.seqlen_q
     pairs = problem.batch * heads
     pointer, *steps = params["delta"].item()
-    delta, dq_sum, turn = map(gpu.allocated, (pointer, params["dq_sum"], params["turn"]))
+    delta, dq_sum, turn, sums = map(gpu.allocated, (pointer, *(params[n] for n in ("dq_sum", "turn", "dbias_parts"))))
+    parts = params["dbias"]["parts"].item()
+    assert (sums is None) == (parts < 2)
+    if sums is not None:
+        assert sums.dtype == np.float32 and sums.size == parts * call.arrays["dbias"].size
     if packed:
         assert delta.size == pairs * tiles(seqlen, 128) * 128 * 2
     else:
         assert delta.size == pairs * seqlen and steps == [heads * seqlen, seqlen, 1]
-    assert delta.dtype == np.float32
+    assert delta.dtype == checks.lse_dtype(problem.dtype)
     finish, deterministic = by_name.get("finish_backward"), getattr(main, "deterministic", False)
     assert (dq_sum is None, turn is None) == (finish is None, not deterministic)
     if finish:
@@ -545,6 +770,77 @@ def test_backward(gpu, shape, options):
     backward(gpu, shape, options, float32_out=True)
 
 
+LOGITS = {  # makers of an array of the shape of the logits, and whether Hopper's copy engine reads them
+    "whole": (True, array),
+    "padded": (True, partial(array, pad=64)),
+    "one head": (True, lambda shape, dtype: array((shape[0], 1, *shape[2:]), dtype)),
+    "one batch": (True, lambda shape, dtype: array((1, *shape[1:]), dtype)),
+    "one query": (True, lambda shape, dtype: array((*shape[:2], 1, shape[3]), dtype)),
+    "keys alone": (True, lambda shape, dtype: array((1, 1, 1, shape[3]), dtype)),
+    "queries first": (True, lambda shape, dtype: array((shape[2], *shape[:2], shape[3]), dtype).transpose(1, 2, 0, 3)),
+    "one key": (False, lambda shape, dtype: array((*shape[:3], 1), dtype)),
+    "odd rows": (False, partial(array, pad=1)),
+    "odd address": (False, partial(array, offset=1)),
+    "every second key": (False, lambda shape, dtype: array((*shape[:3], 2 * shape[3]), dtype)[..., ::2]),
+    "backwards": (False, lambda shape, dtype: array(shape, dtype)[:, :, ::-1]),
+}
+LOGIT_SHAPES = [
+    Shape(40, 40, 2, 70, 112, 4, 2),
+    Shape(64, 64, 3, 5, 1296, 8, 2),  # packed rows
+    Shape(128, 128, 2, 200, 640, 4, 2),  # not split, but for a mask
+    Shape(192, 160, 2, 130, 144, 4, 2, "float16"),
+    Shape(256, 256, 2, 70, 112, 4, 4),
+]
+
+
+@both_paths
+@pytest.mark.parametrize("layout", LOGITS)
+@pytest.mark.parametrize("shape", LOGIT_SHAPES, ids=name_of)
+@pytest.mark.parametrize("bias, mask", [("bfloat16", False), ("float32", False), (None, True), ("float32", True)])
+def test_bias_and_mask(gpu, shape, layout, bias, mask):
+    """Below the public functions: they are given in the shape of the logits, as views."""
+    readable, make = LOGITS[layout]
+    logits = shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_k
+    for made in (make, array, make):  # strides and alignment that differ need another plan
+        given = {"bias": tools.DTYPES.get(bias), "mask": np.dtype(bool) if mask else None}
+        given = {n: np.broadcast_to(made(logits, t), logits, subok=True) for n, t in given.items() if t is not None}
+        problem, arrays, _ = prepared(shape, {}, ("dout", "q", "k", "v", "out", "lse"), False, {})
+        problem, hopper = replace(problem, bias=bias, mask=mask), gpu.path == "sm90" and (readable or made is array)
+        gpu.launched.clear()
+        forwards = [arrays[name] for name in ("q", "k", "v", "out", "lse")]
+        launch.forward(problem, *forwards, None, None, 0, given.get("bias"), given.get("mask"))
+        del arrays["dout"]
+        main = ("hopper_forward" if hopper else "forward",)
+        check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main))
+        gpu.launched.clear()
+        arrays["dout"] = array(arrays["out"].shape, arrays["q"].dtype)
+        arrays |= {f"d{name}": array(arrays[name].shape, arrays[name].dtype) for name in "qkv"}
+        backwards = [arrays.get(name) for name in ("dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv")]
+        if bias is not None:
+            arrays["dbias"] = array(logits, given["bias"].dtype)
+        rest = given.get("bias"), given.get("mask"), arrays.get("dbias")
+        launch.backward(problem, *backwards, None, None, None, True, 0, *rest)
+        main = ("backward",)
+        if hopper and not choose.backward_elsewhere(problem):
+            main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
+        check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main, deterministic=True))
+    assert len(launch._plans) == (2 if make is array else 4)
+
+
+@pytest.mark.parametrize("gpu", ["8.6", "9.0"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"scale": -0.3, "window": (20, 30)}], ids=["none", "window"])
+@pytest.mark.parametrize("dtype", precise.ITEM)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_wide_dtypes(gpu, shape, dtype, options):
+    shape = replace(shape, dtype=dtype)
+    precisions = [{}] if dtype == "float64" else [{}, {"precision": "tf32"}]
+    for more, lse, _ in itertools.product(precisions, (False, True), range(2)):
+        forward(gpu, shape, options | more, lse=lse)
+    for more, dlse, _ in itertools.product(precisions, (False, True), range(2)):
+        backward(gpu, shape, options | more, dlse, deterministic=dlse)
+    assert len(launch._plans) == 4 * len(precisions) and not launch._kept_for_graphs
+
+
 LAYOUTS = {
     "padded": partial(array, pad=8),
     "odd rows": partial(array, pad=1),
@@ -580,6 +876,28 @@ def test_layouts(gpu, name, layout):
             backward(gpu, shape, one, **layouts)
 
 
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("dtype", precise.ITEM)
+def test_wide_dtypes_on_turing(gpu, dtype, monkeypatch):
+    monkeypatch.setattr(launch, "_capability", lambda device: 75)
+    monkeypatch.setenv("CUPYFLASH_PATH", "sm80")
+    for call in (forward, backward):
+        with pytest.raises(NotImplementedError, match=f"{dtype} needs a GPU of compute capability 8.0 .* has 7.5;"):
+            call(gpu, Shape(dtype=dtype), {})
+    assert not gpu.launched and not gpu.built
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("dtype", precise.ITEM)
+@pytest.mark.parametrize("name, layout", ANY_LAYOUT)
+def test_layouts_of_wide_dtypes(gpu, name, layout, dtype):
+    shape, strange = Shape(dtype=dtype), {name: LAYOUTS[layout]}
+    for layouts in ({}, strange, {}, strange):
+        if name in ("q", "k", "v", "out"):
+            forward(gpu, shape, {"causal": True}, **layouts)
+        backward(gpu, shape, {}, **layouts)
+
+
 @both_paths
 @pytest.mark.parametrize("layout", BY_HEAD_LAYOUTS)
 @pytest.mark.parametrize("name", BY_HEAD)
@@ -605,6 +923,42 @@ def test_slopes_without_a_batch(gpu):
         forward(gpu, Shape(), OPTIONS["alibi"], alibi_slopes=make)
         backward(gpu, Shape(), OPTIONS["alibi"], alibi_slopes=make)
     assert len(launch._plans) == 4
+
+
+def captured_words(gpu, call, params, values):
+    """What functions of the user captured, then the sums of gradients: pointers with strides, or numbers."""
+    mods, words = call.problem.mods, params["mods"]
+    for capture, slot, value in zip(mods.captures, mods.slots, values, strict=False):
+        if capture.axes:
+            strides = words.view(np.int32)[2 * slot + 2 : 2 * slot + 2 + capture.axes].tolist()
+            assert words[slot] == value.ctypes.data, capture
+            assert [stride * value.itemsize for stride in strides] == list(value.strides), capture
+        else:
+            assert words[slot : slot + 1].view(np.dtype(type(value)).str.replace("8", "4"))[0] == value, capture
+    for capture, slot in zip(mods.tracked, mods.slots[len(mods.captures) :], strict=True):
+        total = gpu.allocated(words[slot])
+        assert total.dtype == np.float32 and total.ndim == capture.axes, capture
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(128, 96, heads_k=1), Shape(256, 256)], ids=name_of)
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("options", ["none", "all", "mask", "blocks", "bias of keys", "blocks in part and bias"])
+def test_functions_of_the_user(gpu, shape, reads, options):
+    """Two calls with the same types: the second one gets its own numbers and arrays, by the same plan."""
+    for n in (3, -4):
+        slope, on = array((2, 4), np.float32), array((30, 40), bool)[::2, ::-1]
+        score = cupyflash.ScoreMod(
+            "score * factor - slope[b, h] * abs(i - j + n)", n=n, slope=slope, factor=n / 2, gradients=("slope",)
+        )
+        mask = cupyflash.MaskMod("on[i % 15, j % 40]" if reads else "on[b, h]", on=on)
+        given = OPTIONS[options] | {"score_mod": score, "mask_mod": mask}
+        calls = forward(gpu, shape, given), backward(gpu, shape, given)
+        assert len(launch._plans) == 2
+        for call in calls:
+            for one in call.launched:
+                if one.variant.mods:
+                    captured_words(gpu, call, one.params, (n, slope, n / 2, on))
+        assert calls[1].arrays["dscore_mod"]["slope"].shape == (2, 4)
 
 
 @pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
@@ -642,11 +996,11 @@ def test_negative_scale(gpu):
 def test_a_graph_keeps_what_it_needs(gpu, capturing):
     """And no other call does: copies, and the memory between the kernels of a backward."""
     gpu.capturing = capturing
-    backward(gpu, Shape(), {}, deterministic=True)
-    assert len(gpu.temporaries) == 3
+    backward(gpu, Shape(), {"bias": (0, 1, 0, 0)}, deterministic=True)
+    assert len(gpu.temporaries) == 4
     scattered = array((2, 70, 64, 4), tools.DTYPES["bfloat16"]).swapaxes(2, 3)
     cupyflash.attention(scattered, *[array(scattered.shape, scattered.dtype) for _ in "kv"])
-    assert len(gpu.temporaries) == 4 and gpu.launched[-1].params["sizes"]["head_dim"] == 64
+    assert len(gpu.temporaries) == 5 and gpu.launched[-1].params["sizes"]["head_dim"] == 64
     assert {x.ctypes.data for x in launch._kept_for_graphs} == (
         {x.ctypes.data for x in gpu.temporaries} if capturing else set()
     )
@@ -690,7 +1044,6 @@ def test_too_many_blocks(gpu):
     """Rows without memory of their own, as many as no launch has blocks for."""
     one = array((1, 1, 1, 64), tools.DTYPES["bfloat16"])
     many = np.broadcast_to(one, (1 << 16, 1, 1 << 15, 64), subok=True)
+    problem = Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0)
     with pytest.raises(ValueError, match="exceeds the 2147483647 blocks of a launch; split the batch"):
-        launch._plan_forward(
-            Problem("bfloat16", 1 << 16, 1, 1, 1 << 15, 1 << 15, 64, 64, 1.0), many, many, many, many, None, None, None
-        )
+        launch._plan_forward(problem, (many,) * 4, launch.Rest(*[None] * 5, launch.NO_BLOCKS))

@@ -7,6 +7,8 @@ from tools import LAYOUTS, check, inputs, laid_out
 
 import cupyflash
 
+every_backend = tools.every_backend
+
 ALL_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 

@@ -10,6 +10,8 @@ from tools import check, inputs
 import cupyflash
 from cupyflash import checks, reference
 
+every_backend = tools.every_backend
+
 
 @pytest.mark.parametrize("seqlen_k", [37, 200])
 @pytest.mark.parametrize("one_row", [False, True])
@@ -56,9 +58,9 @@ def test_one_key_backward(backend):
         x = inputs(backend, 1, batch=1, heads_q=1, head_dim=16, seed=seed, factor=3)
         dout = backend.xp.ones_like(x.dout)
         out, lse = cupyflash.attention(*x.qkv, return_lse=True)
-        assert tools.same_bits(out, x.v)
+        tools.assert_copied(backend, out, x.v)
         dq, dk, dv, *_ = cupyflash.attention_backward(dout, *x.qkv, out, lse)
-        assert tools.same_bits(dv, dout)
+        tools.assert_copied(backend, dv, dout)
         # 0 but for the rounding of two sums of the same 16 products
         most = 16 * np.finfo(backend.lse_dtype).eps * np.abs(backend.host(x.v)).sum()
         assert np.abs(backend.host(dq)).max() <= most * np.abs(backend.host(x.k)).max()
@@ -125,7 +127,7 @@ def test_group_sums_are_float32(backend_bfloat16):
 
 @pytest.mark.parametrize("denormal", [True, False])
 def test_small_numbers_survive(backend, denormal):
-    """cupy/cupy#9576: float16 denormals always; the GPU flushes those of bfloat16, as documented."""
+    """cupy/cupy#9576: float16 denormals always; the GPU flushes those of bfloat16 and float32, as documented."""
     info = {
         "float16": (2.0**-24, 2.0**-14),
         "bfloat16": (2.0**-130, 2.0**-126),
@@ -139,7 +141,7 @@ def test_small_numbers_survive(backend, denormal):
     dout = backend.array(np.full(x.dout.shape, value))
     dv = cupyflash.attention_backward(dout, x.q, x.k, v, out, lse).dv
     out, dv = backend.host(out), backend.host(dv)
-    if backend.name == "cuda" and denormal and backend.dtype_name == "bfloat16":
+    if backend.name == "cuda" and denormal and backend.dtype_name in ("bfloat16", "float32"):
         assert np.isin(out, (0, value)).all() and np.isin(dv, (0, value, 3 * value)).all()
     else:
         assert (out == value).all()
@@ -266,7 +268,7 @@ def test_weights_that_underflow(backend):
     k[0, 257] = 8
     v = backend.normal((1, 300, 1, 64))
     out, lse = cupyflash.attention(q, backend.array(k), v, return_lse=True)
-    assert (backend.host(out) == backend.host(v)[:, 257:258]).all()
+    tools.assert_copied(backend, out, backend.xp.broadcast_to(v[:, 257:258], out.shape))
     np.testing.assert_allclose(backend.host(lse), 512, rtol=1e-6)
 
 
@@ -274,6 +276,8 @@ def test_weights_that_underflow(backend):
 def test_maximum_that_moves(backend, rising):
     """The running maximum grows with every key, or never after the first."""
     steps = np.linspace(-30, 30, 600)
+    if backend.splits:  # one product alone makes each logit, and plain float32 would make it exactly
+        steps = np.round(16 * steps) / 16
     k = np.zeros((1, 600, 1, 64))
     k[0, :, 0, 0] = steps if rising else steps[::-1]
     q = np.zeros((1, 40, 1, 64))

@@ -27,6 +27,7 @@ class Piece:
     header: str
     code: str
     expressions: tuple
+    mods = None  # as of a Variant
 
     @property
     def source(self):

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import cupyflash
-from cupyflash import checks, compiler, reference
+from cupyflash import checks, compiler, dual, reference
 from cupyflash.choose import PATHS, paths
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,6 +116,11 @@ class Backend:
         return np.dtype("float64" if self.dtype_name == "float64" else "float32")
 
     @property
+    def splits(self):
+        """Whether products take their factors apart, which may cost an element its last bit."""
+        return (self.name, self.dtype_name) == ("cuda", "float32")
+
+    @property
     def eps(self):
         return float(ml_dtypes.finfo(self.dtype).eps)
 
@@ -153,6 +159,39 @@ def _poison_shared_memory(cupy):
     )
     kernel.max_dynamic_shared_size_bytes = size
     kernel((4 * attributes["MultiProcessorCount"],), (1024,), (np.int32(size // 4),), shared_mem=size)
+
+
+def _backends(*names):
+    params = []
+    for name, dtype in (name.split("-") for name in names):
+        if name == "numpy":
+            params.append(pytest.param(Backend(name, dtype), id=f"{name}-{dtype}"))
+            continue
+        for path in PATHS[:1] if dtype in ("float32", "float64") else CUDA_PATHS:
+            if name in ("cuda", path):
+                backend = Backend("cuda", dtype, path)
+                params.append(pytest.param(backend, marks=pytest.mark.gpu, id=f"{path}-{dtype}"))
+    return params
+
+
+def backend_fixture(name, doc, *names):
+    def backend(request, monkeypatch):
+        return request.param.activate(monkeypatch)
+
+    backend.__doc__ = doc
+    return pytest.fixture(params=_backends(*names), name=name)(backend)
+
+
+ALL_16 = ("numpy-float16", "numpy-bfloat16", "cuda-float16", "cuda-bfloat16")
+ALL_OPTIONS = (*ALL_16, "numpy-float32", "numpy-float64")
+# The fixture of modules whose tests need no option that float32 and float64 lack on the GPU.
+every_backend = backend_fixture(
+    "backend", "Every backend in every dtype.", *ALL_OPTIONS, "cuda-float32", "cuda-float64"
+)
+# Those of modules about an option, each of which is one more kernel to compile: the GPU's paths in one dtype each.
+_OPTION_16 = ("numpy-float16", "numpy-bfloat16", "sm80-float16", "sm90-bfloat16")
+option_backend = backend_fixture("backend", "Of `backend`.", *_OPTION_16, "numpy-float32", "numpy-float64")
+option_backend16 = backend_fixture("backend16", "Of `backend16`.", *_OPTION_16)
 
 
 # ---------------------------------------------------------------------------------------------- inputs
@@ -293,6 +332,8 @@ def yardstick(
     sink=None,
     dropout=0.0,
     seed=None,
+    score_mod=None,
+    mask_mod=None,
     bias_dtype=None,
 ):
     """What is right, and how far off one may be: `{name: (expected, allowed)}`.
@@ -303,7 +344,7 @@ def yardstick(
     right by luck on a tiny case would allow nothing.
     """
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    options |= {"bias": bias, "mask": mask, "sink": sink}
+    options |= {"bias": bias, "mask": mask, "sink": sink, "score_mod": score_mod, "mask_mod": mask_mod}
     options |= {"dropout": dropout, "seed": seed}
     xp = reference._namespace(q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -344,9 +385,21 @@ def yardstick(
     if bias is not None:
         added = reference._by_head(xp, bias.astype(work), s)
         terms_of_s, s = terms_of_s + abs(added), s + added
+    before, tangent, places = s, work(1), reference._places(xp, s)
+    if score_mod is not None:
+        captured = {
+            n: x.astype(work) if isinstance(x, np.ndarray) and x.dtype.kind not in "biu" else x
+            for n, x in score_mod.captures.items()
+        }
+        s, tangent = dual.score_and_tangent(score_mod.function, before, places, captured)
+        tangent = np.asarray(tangent, work)
+        terms_of_s = terms_of_s * np.abs(tangent) + abs(before) + xp.where(np.isfinite(s), abs(s), 0)
+        s = s.astype(work)
     seen = reference.visible(xp, q.shape[1], k.shape[1], causal, window)
     if mask is not None:
         seen = seen & reference._by_head(xp, mask, s)
+    if mask_mod is not None:
+        seen = seen & mask_mod.function(*places, **mask_mod.captures)
     terms_of_s, s = xp.where(seen, terms_of_s, work(0)), xp.where(seen, s, -work(math.inf))
     sinks = xp.full((1, 1, 1, 1), -math.inf, work) if sink is None else sink.astype(work).reshape(k.shape[2], -1, 1, 1)
     highest = xp.maximum(s.max(axis=-1, keepdims=True), sinks)
@@ -384,7 +437,8 @@ def yardstick(
     if dlse is not None:
         delta = delta - dlse.astype(work).reshape(delta.shape)
     dp = factor * (do @ transposed(v_))
-    ds_before = p * (dp - delta)
+    of_result = p * (dp - delta)
+    ds_before = xp.where(p == 0, work(0), of_result * tangent)
     ds = rounded(derivative * ds_before)
     delta_error = xp.sqrt((do * do * o * o).sum(axis=-1, keepdims=True))  # o is rounded: one error for the whole row
     if bias is not None:
@@ -402,9 +456,22 @@ def yardstick(
         info = ml_dtypes.finfo(bias_dtype)
         allowed += float(info.eps) / 4 * _largest(xp, right) + float(info.smallest_subnormal)
         results["dbias"] = right, allowed
-    if softcap is not None:
+    if score_mod is not None and score_mod.gradients:
+        results["dscore_mod"] = _captured_bounds(
+            score_mod,
+            before,
+            places,
+            captured,
+            gradients.dscore_mod,
+            of_result,
+            p,
+            abs(dp) + abs(delta),
+            delta_error,
+            eps,
+        )
+    if softcap is not None or score_mod is not None:
         derivative = derivative + 2 * work_eps / (slack * eps)  # where tanh is nearly 1 it has few digits
-    p_ds = derivative * p
+    p_ds = derivative * xp.where(p == 0, work(0), p * abs(tangent))
     term = p_ds * (xp.abs(dp) + xp.abs(delta))
     scale = work(scale)
     dq_floor = abs(scale) * (rss(term, k_) + delta_error * xp.abs(p_ds @ k_))
@@ -418,6 +485,26 @@ def yardstick(
         dsink, floor = (x.sum(axis=(0, 3, 4)).ravel() for x in (terms, floors * floors))
         results["dsink"] = bound(gradients.dsink, dsink, xp.sqrt(floor))
     return results
+
+
+def _captured_bounds(score_mod, before, places, captured, right, ds, p, floor, delta_error, eps):
+    """Those of the gradients of what a `ScoreMod` captured, by name."""
+    sums = {name: np.zeros(captured[name].shape, np.float64) for name in score_mod.gradients}
+    squares = {name: np.zeros(captured[name].shape, np.float64) for name in score_mod.gradients}
+    dual.add_gradients(sums, score_mod.function, before, places, captured, ds)
+    for name, index, tangent in dual.reads(score_mod.function, before, places, captured, score_mod.gradients):
+        # The error of delta is one of the whole row: (sum of n terms)^2 <= n times the sum of their squares.
+        terms = (p * floor) ** 2 + p.shape[-1] * (p * delta_error) ** 2
+        np.add.at(squares[name], index, np.where(p == 0, 0, terms * np.asarray(tangent, np.float64) ** 2))
+    bounds = {}
+    for name in score_mod.gradients:
+        info = ml_dtypes.finfo(score_mod.captures[name].dtype)
+        error = _largest(np, right[name] - sums[name].astype(score_mod.captures[name].dtype).astype(np.float64))
+        slack = eps / 4 * (_largest(np, right[name]) + _largest(np, np.sqrt(squares[name])))
+        slack += 4 * float(np.finfo(p.dtype).eps) * ds.size**0.5 * _largest(np, np.sqrt(squares[name]))
+        slack += float(info.eps) / 4 * _largest(np, right[name]) + float(info.smallest_subnormal)
+        bounds[name] = right[name], 2 * error + slack
+    return bounds
 
 
 def _largest(xp, x):
@@ -446,8 +533,10 @@ def assert_close(name, got, expected, allowed):
     )
 
 
-def check(backend, q, k, v, dout=None, dlse=None, *, deterministic=False, **options):
+def check(backend, q, k, v, dout=None, dlse=None, *, deterministic=False, expected=None, **options):
     """Run a case forward, and backward if there is a `dout`; compare all results with the reference.
+
+    `expected`: options that the reference gets in another form.
 
     The output goes to a guarded buffer of NaN, and free memory is NaN. Returns the results.
     """
@@ -463,18 +552,39 @@ def check(backend, q, k, v, dout=None, dlse=None, *, deterministic=False, **opti
             dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options
         )
         results |= named(gradients)
+        captured = results.pop("dscore_mod", {})
         for gradient, x in zip(gradients, (q, k, v, options.get("bias"), options.get("sink"))):
             assert gradient is x is None or gradient.dtype == x.dtype and isinstance(gradient, type(x))
-    right = expectation(backend, q, k, v, dout, dlse, **options)
+    right = expectation(backend, q, k, v, dout, dlse, **options | (expected or {}))
     for name, result in results.items():
         assert_close(name, backend.host(result), *right[name])
+    if dout is not None and captured:
+        for name, result in captured.items():
+            assert result.dtype == options["score_mod"].captures[name].dtype
+            assert_close(f"dscore_mod of {name}", backend.host(result), *right["dscore_mod"][name])
+        results["dscore_mod"] = captured
     return results
 
 
 def expectation(
-    backend, q, k, v, dout=None, dlse=None, *, bias=None, mask=None, alibi_slopes=None, sink=None, **options
+    backend,
+    q,
+    k,
+    v,
+    dout=None,
+    dlse=None,
+    *,
+    bias=None,
+    mask=None,
+    block_mask=None,
+    alibi_slopes=None,
+    sink=None,
+    **options,
 ):
-    """The yardstick for arrays of a backend, on the host."""
+    """The yardstick for arrays of a backend, on the host; of a block mask, that of the dense mask."""
+    if block_mask is not None:
+        dense = block_mask.dense(q.shape[1], k.shape[1])
+        mask = dense if mask is None else mask & dense
     arrays, more = (q, k, v, dout, dlse), {"bias": bias, "alibi_slopes": alibi_slopes, "sink": sink}
     on_gpu = backend.name == "cuda" and math.prod(q.shape[:-1]) * k.shape[-3] > HOST_LOGITS
 
@@ -486,7 +596,9 @@ def expectation(
         options["mask"] = None if mask is None else wide(mask).astype(bool)
         options["bias_dtype"] = None if bias is None else bias.dtype
         right = yardstick(backend.dtype, *map(wide, arrays), **options)
-    return {name: (expected.get() if on_gpu else expected, allowed) for name, (expected, allowed) in right.items()}
+    captured = right.pop("dscore_mod", None)
+    right = {name: (expected.get() if on_gpu else expected, allowed) for name, (expected, allowed) in right.items()}
+    return right if captured is None else right | {"dscore_mod": captured}
 
 
 def problem(backend, q, k, v, *, causal=False, window=None, scale=None, softcap=None, alibi_slopes=None, sink=None):
@@ -503,6 +615,13 @@ def named(gradients):
 def same_bits(a, b):
     """Whether two arrays of one backend hold the same bits."""
     return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def assert_copied(backend, got, expected):
+    """The weight 1 gives the very bits, or all but the last one."""
+    if not backend.splits:
+        assert same_bits(got, expected)
+    np.testing.assert_allclose(backend.host(got), backend.host(expected), rtol=backend.eps)
 
 
 # ---------------------------------------------------------------------------------------------- record

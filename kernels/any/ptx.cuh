@@ -18,6 +18,13 @@ __device__ __forceinline__ void load_matrix(uint32 (&r)[4], uint32 address) {
                : "memory");
 }
 
+__device__ __forceinline__ void load_matrix_transposed(uint32 (&r)[4], uint32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
 struct float16 {
   unsigned short bits;
 
@@ -46,12 +53,22 @@ struct bfloat16 {
   unsigned short bits;
 
   __device__ __forceinline__ static uint32 pack(float low, float high) {
+#if __CUDA_ARCH__ >= 800
     uint32 packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+#else
+    return rounded(low) | rounded(high) << 16;
+#endif
   }
   __device__ __forceinline__ static float2 unpack(uint32 packed) {
     return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u)};
+  }
+
+ private:
+  __device__ __forceinline__ static uint32 rounded(float x) {
+    const uint32 bits = __float_as_uint(x);
+    return x == x ? bits + 0x7fffu + (bits >> 16 & 1) >> 16 : 0x7fffu;
   }
 };
 

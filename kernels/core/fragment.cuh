@@ -1,4 +1,4 @@
-// The float32 accumulator of one warp: 16 rows, as mma.m16n8k16 and wgmma.m64nN both leave it.
+// The accumulator of one warp, of float32 but in kernels/precise: 16 rows, as mma.m16n8 and wgmma.m64nN leave it.
 // x[j][i] is row lane / 4 + 8 * (i / 2), column 8 * j + 2 * (lane % 4) + i % 2.
 // Two neighbouring 16 x 8 blocks, rounded to 16 bits, are the A operand of the next product.
 #pragma once
@@ -7,10 +7,10 @@
 
 namespace cupyflash {
 
-template <int kCols_>
+template <int kCols_, class Real = float>
 struct Accumulator {
   static constexpr int kCols = kCols_;
-  float x[kCols / 8][4];
+  Real x[kCols / 8][4];
 
   __device__ __forceinline__ static int row(int half) { return lane_index() / 4 + 8 * half; }
   __device__ __forceinline__ static int col() { return 2 * (lane_index() % 4); }
@@ -19,10 +19,10 @@ struct Accumulator {
 #pragma unroll
     for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[j][i] = 0.f;
+      for (int i = 0; i < 4; ++i) x[j][i] = 0;
   }
 
-  __device__ __forceinline__ void scale_rows(float upper, float lower) {
+  __device__ __forceinline__ void scale_rows(Real upper, Real lower) {
 #pragma unroll
     for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll
@@ -31,7 +31,7 @@ struct Accumulator {
 
   // Sets to `hidden` what `visible(row)`, a Range of columns, leaves out.
   template <class Visible>
-  __device__ __forceinline__ void hide(int first_row, int first_col, float hidden, Visible visible) {
+  __device__ __forceinline__ void hide(int first_row, int first_col, Real hidden, Visible visible) {
     each_hidden(first_row, first_col, visible, [&](int j, int i) { x[j][i] = hidden; });
   }
   template <class Visible, class Hide>

@@ -62,6 +62,21 @@ struct LogitArray {  // (batch, heads_q, seqlen_q, seqlen_k), of any strides: 0 
   int64 batch, head, row, col;
 };
 
+struct BiasGradient {  // of a contiguous dbias, whose axes are those of the logits, or 1 where the bias was broadcast
+  void* data;
+  int batches, heads, rows, cols;
+  int chunks;  // blocks that share a tile of dbias; if it is 1,
+  int run;     // tiles of dbias that a block computes one after the other
+  int parts;   // sums of each element that have to be added, in `dbias_parts`; 1: there is nothing to add
+};
+
+constexpr int kMaskTile = 128;  // rows and columns of a bit of a block mask
+struct BlockMask {              // of queries by keys, or of keys by queries; core/blocks.cuh
+  const uint32* data;           // (batch, heads_q, rows of tiles, 2, words), a bit for each tile of a row: that some of
+                                // it is shown, then that the element mask hides some of that
+  int64 batch, head, words;     // strides in rows, 0 where it was broadcast; and words of a row
+};
+
 struct Dropout {  // core/dropout.cuh
   uint64 seed;
   uint32 threshold;  // a weight whose random number is less is dropped
@@ -123,6 +138,7 @@ struct ForwardParams {
   Sink sink;
   Dropout dropout;
   LogitArray bias, mask;
+  BlockMask blocks;
   Segments segments;
 };
 
@@ -140,6 +156,9 @@ struct BackwardParams {
   float* dsink;  // (heads_q)
   Dropout dropout;
   LogitArray bias, mask;
+  BiasGradient dbias;
+  float* dbias_parts;            // (parts, elements of dbias)
+  BlockMask blocks, key_blocks;  // queries by keys, keys by queries
   Segments segments;
 };
 

@@ -38,19 +38,26 @@ struct Weights {  // rounded: P, and P times the derivative of softcap
   uint32 prob[kCols / 16][4], changed[kCols / 16][4];
 };
 
-template <bool kSoftcap, bool kAlibi, bool kBias = false>
+struct NoMods {  // no functions of the user: any/mods.cuh
+  static constexpr bool kScore = false, kMask = false;
+};
+
+template <bool kSoftcap, bool kAlibi, bool kBias = false, class Mods = NoMods>
 struct ScoreChange {
-  static constexpr bool kAny = kSoftcap || kAlibi || kBias;
+  static constexpr bool kModded = Mods::kScore || Mods::kMask;
+  static constexpr bool kNatural = Mods::kScore;  // a ScoreMod gets natural logits, and leaves them
+  static constexpr bool kAny = kSoftcap || kAlibi || kBias || kModded;
+  static constexpr bool kDerived = kSoftcap || Mods::kScore;  // the derivative is not 1
   const Score& score;
   const Sizes& sizes;
 
   // What the online softmax multiplies with.
-  __device__ __forceinline__ float scale_log2() const { return kAny ? 1.f : sizes.scale_log2; }
-  __device__ __forceinline__ float scale() const { return kAny ? kLn2 : sizes.scale; }
+  __device__ __forceinline__ float scale_log2() const { return kNatural ? kLog2E : kAny ? 1.f : sizes.scale_log2; }
+  __device__ __forceinline__ float scale() const { return kNatural ? 1.f : kAny ? kLn2 : sizes.scale; }
 
   __device__ __forceinline__ float slope(int batch, int head) const {
     if constexpr (!kAlibi) return 0.f;
-    return score.slopes[batch * score.batch + head * score.head] * kLog2E;
+    return score.slopes[batch * score.batch + head * score.head] * (kNatural ? 1.f : kLog2E);
   }
   // Of columns from `first_col` on. `place(half)`: the one at the distance 0 from the row of this lane; `slope(half)`:
   // its head's.
@@ -96,19 +103,53 @@ struct ScoreChange {
       }
     });
   }
+  // The same with functions of the user. `places` says where a score belongs, `bias(j, i)` is in base 2.
+  template <int kPart = 2, int kCols, class Places, class Bias>
+  __device__ __forceinline__ void apply_mods(Accumulator<kCols>& x, const Slant& slant, const Mods& mods,
+                                             const Places& places, Bias bias) const {
+    if (places.inside)
+      apply_at<true, kPart>(x, slant, mods, places, bias);
+    else
+      apply_at<false, kPart>(x, slant, mods, places, bias);
+  }
+  // `minus_lse(j, i)` is minus the lse.
+  template <class T, bool kTight, int kPart = 2, int kCols, class Places, class Bias, class Lse>
+  __device__ __forceinline__ void weigh_mods(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
+                                             const Mods& mods, const Places& places, Bias bias, Lse minus_lse) const {
+    if (places.inside)
+      weigh_at<true, T, kTight, kPart>(x, rounded, slant, mods, places, bias, minus_lse);
+    else
+      weigh_at<false, T, kTight, kPart>(x, rounded, slant, mods, places, bias, minus_lse);
+  }
+  // For the gradient of a bias: what `apply` left -> P times the derivative of the functions alone.
+  template <int kCols, class Places, class Lse>
+  __device__ __forceinline__ void multiply_mods(Accumulator<kCols>& x, const Mods& mods, Places places,
+                                                Lse minus_lse) const {
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j) {
+      __syncwarp();  // as in `each`
+      places.col = opaque(places.col);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto y = changed(mods, x.x[j][i], 1.f, places.template at<false>(j, i));
+        const float p = exp2f(fmaf(y.value, kNatural ? kLog2E : 1.f, minus_lse(i)));
+        x.x[j][i] = p == 0.f ? 0.f : p * y.tangent;
+      }
+    }
+  }
+
   // After it, what `visible(row)`, a Range of columns, leaves out -> 0.
   template <int kCols, class Visible>
   __device__ __forceinline__ void hide(Accumulator<kCols>& x, Weights<kCols>& rounded, int first_row, int first_col,
                                        Visible visible) const {
     x.each_hidden(first_row, first_col, visible, [&](int j, int i) {
       x.x[j][i] = 0.f;
-      if constexpr (kSoftcap) clear(rounded.prob, j, i), clear(rounded.changed, j, i);
+      if constexpr (kDerived) clear(rounded.prob, j, i), clear(rounded.changed, j, i);
     });
   }
   // And what a mask does not show.
   template <int kCols, class Shown>
-  __device__ __forceinline__ void hide_masked(Accumulator<kCols>& x, Weights<kCols>& rounded,
-                                              const Shown& shown) const {
+  __device__ __forceinline__ void hide_masked(Accumulator<kCols>& x, Weights<kCols>& rounded, Shown shown) const {
 #pragma unroll
     for (int j = 0; j < kCols / 8; ++j) {
       __syncwarp();  // as in `each`
@@ -116,20 +157,52 @@ struct ScoreChange {
       for (int i = 0; i < 4; ++i)
         if (!shown(j, i)) {
           x.x[j][i] = 0.f;
-          if constexpr (kSoftcap) clear(rounded.prob, j, i), clear(rounded.changed, j, i);
+          if constexpr (kDerived) clear(rounded.prob, j, i), clear(rounded.changed, j, i);
         }
     }
   }
 
  private:
+  template <bool kInside, int kPart, int kCols, class Places, class Bias>
+  __device__ __forceinline__ void apply_at(Accumulator<kCols>& x, const Slant& slant, const Mods& mods, Places places,
+                                           Bias bias) const {
+    each<kPart>(x, slant, bias, [&](int j, const float (&logit)[4], const float (&)[4]) {
+      if (j % kPart == 0) places.col = opaque(places.col);  // what the function reads there is not read ahead of all
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x.x[j][i] = changed(mods, logit[i], places.template at<kInside>(j, i));
+    });
+  }
+  // A weight of 0 has no gradient, whatever the derivative is there.
+  template <bool kInside, class T, bool kTight, int kPart, int kCols, class Places, class Bias, class Lse>
+  __device__ __forceinline__ void weigh_at(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
+                                           const Mods& mods, Places places, Bias bias, Lse minus_lse) const {
+    each<kPart>(x, slant, bias, [&](int j, const float (&logit)[4], const float (&derivative)[4]) {
+      if (j % kPart == 0) places.col = opaque(places.col);
+      float (&p)[4] = x.x[j];
+      float tangent[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const auto y = changed(mods, logit[i], derivative[i], places.template at<kInside>(j, i));
+        p[i] = exp2f(fmaf(y.value, kNatural ? kLog2E : 1.f, minus_lse(j, i))), tangent[i] = y.tangent;
+      }
+      if constexpr (kDerived) {
+        round<T>(rounded.prob, j, p);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[i] = p[i] == 0.f ? 0.f : p[i] * tangent[i];
+        if constexpr (kTight) round<T>(rounded.changed, j, p);
+      }
+    });
+  }
   // `use(j, exponent, derivative)` of the columns 8 * j, 8 * j + 1 in both rows. Part by part: with all scores on their
   // way at once the compiler has not enough registers.
+  // Tried on Hopper: the votes of all parts first, the cap in the coefficients: a quarter less to do, and no faster.
   template <int kPart, int kCols, class Base, class Use>
   __device__ __forceinline__ void each(Accumulator<kCols>& x, const Slant& slant, Base base, Use use) const {
 #pragma unroll
     for (int first = 0; first < kCols / 8; first += kPart) {
       bool far = false;
-      if constexpr (kBias) __syncwarp();  // or all loads go ahead of all parts, into registers that are not there
+      if constexpr (kBias || kModded)
+        __syncwarp();  // or all loads go ahead of all parts, into registers that are not there
       if constexpr (kSoftcap) {
         float largest = 0.f;
 #pragma unroll
@@ -153,10 +226,11 @@ struct ScoreChange {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float offset = base(j, i), factor = sizes.scale_log2;
+        if constexpr (kNatural) offset *= kLn2, factor = sizes.scale;
         if constexpr (kAlibi)
           offset = fmaf(-slant.slope[i / 2], fabsf(slant.origin[i / 2] - float(8 * j + i % 2)), offset);
         Tanh t = {x.x[j][i], 1.f};
-        if constexpr (kSoftcap) t = Tanh::of<kFar>(x.x[j][i]), factor = score.cap;
+        if constexpr (kSoftcap) t = Tanh::of<kFar>(x.x[j][i]), factor = kNatural ? score.cap * kLn2 : score.cap;
         exponent[i] = fmaf(t.value, factor, offset), derivative[i] = t.derivative;
       }
       use(j, exponent, derivative);

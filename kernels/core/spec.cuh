@@ -16,6 +16,7 @@ struct ForwardSpec {
   bool softcap, alibi, dropout;
   int bias;  // BiasType
   bool mask;
+  bool blocks;
   bool varlen;
 
   __device__ constexpr int rows_per_warp() const { return block_q / warps; }
@@ -35,6 +36,10 @@ struct HopperForwardSpec {
   bool float32_out;
   int access;  // of the stores of out; 16: by the copy engine
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  int logit_slots;  // tiles of bias and mask in flight, of a group
+  bool blocks;
   bool varlen;
 
   __device__ constexpr bool staged() const { return access == 16; }
@@ -58,6 +63,7 @@ struct BackwardSpec {
   bool softcap, alibi, dropout;
   int bias;  // BiasType
   bool mask;
+  bool blocks;
   bool varlen;
 
   // P and dS stay in registers where the warp that made them is the one that needs them.
@@ -73,6 +79,9 @@ struct HopperBackwardSpec {
   bool deterministic;
   int access;  // of the stores of dk and dv
   bool softcap, alibi;
+  int bias;         // BiasType
+  int logit_slots;  // tiles of it in flight
+  bool blocks;
   bool varlen;
 
   __device__ constexpr int block_k() const { return 64 * groups; }
@@ -87,11 +96,15 @@ struct HopperKeysSpec {      // of the kernel of dk and dv
   int slots, slots_dout;     // tiles of q and of dout in flight
   int access;                // of the stores of dk and dv
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  int logit_slots;  // tiles of bias and mask in flight
+  bool blocks;
   bool varlen;
 
   __device__ constexpr int threads() const { return 384; }
-  __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return 24; }
+  __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
+  __device__ constexpr int copying_registers() const { return logit_slots > 0 ? 40 : 24; }
 };
 
 struct HopperQueriesSpec {   // of the kernel of dq
@@ -99,11 +112,28 @@ struct HopperQueriesSpec {   // of the kernel of dq
   int slots, slots_v;        // tiles of k and of v in flight
   int access;                // of the stores of dq
   bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  int logit_slots;  // tiles of bias and mask in flight
+  bool blocks;
   bool varlen;
 
   __device__ constexpr int threads() const { return 384; }
-  __device__ constexpr int registers() const { return 240; }
-  __device__ constexpr int copying_registers() const { return 24; }
+  __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
+  __device__ constexpr int copying_registers() const { return logit_slots > 0 ? 40 : 24; }
+};
+
+struct ModGradientSpec {  // of the kernel of dscore_mod
+  int head_dim, head_dim_v;
+  int block_k;
+  int warps;  // 16 queries each
+  int access;
+  int mods_at;  // bytes of the struct before the functions
+  bool packed;  // delta as `statistic_of` says
+  bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  bool blocks;
 };
 
 struct SegmentsSpec {  // of the kernel that finds the tiles of packed sequences
@@ -114,6 +144,27 @@ struct SinkSpec {  // of the kernel of dsink
   int warps;       // 32, so that one of them adds what all have summed
   bool packed;     // delta as `statistic_of` says
   bool varlen;
+};
+
+struct BiasGradientSpec {  // of the kernel of dbias
+  int head_dim, head_dim_v;
+  int block_q, block_k;
+  int warps;
+  int warps_q;  // warps along the queries; the others split the keys
+  int blocks_per_sm;
+  bool summed;  // a tile of dbias is the sum of several tiles
+  bool packed;  // delta as `statistic_of` says
+  int access;
+  bool softcap, alibi, dropout;
+  int bias;  // BiasType
+  bool mask;
+  bool blocks;
+  int mods_at;  // bytes of the struct before functions of the user
+};
+
+struct BiasSumSpec {  // of the kernel that adds its parts
+  int warps;
+  int bias;
 };
 
 struct PrepareSpec {
@@ -127,6 +178,50 @@ struct PrepareSpec {
   __device__ constexpr int lanes() const { return head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32; }
   __device__ constexpr int heads() const { return 64 / lanes(); }
   __device__ constexpr int finished_cols() const { return head_dim % 64 == 0 ? 64 : 32; }  // of a warp afterwards
+};
+
+struct PreciseForwardSpec {
+  int head_dim, head_dim_v;  // multiples of 32
+  int item;                  // bytes of an element
+  int block_q, block_k;
+  int row_tiles;  // of 16 rows, that a warp owns
+  int parts;      // of the columns of out: as many warps own the same rows, and compute their scores each
+  int blocks_per_sm;
+  int products;  // 3, or 1 in plain TF32 and in float64
+  int access;    // bytes of one global load or store: 16, 8 or 4
+
+  __device__ constexpr int warps() const { return block_q / (16 * row_tiles) * parts; }
+};
+
+struct PreciseKeysSpec {  // of the kernel of dk and dv; a warp owns 16 keys
+  int head_dim, head_dim_v;
+  int item;
+  int block_q, block_k;
+  int parts;   // of the columns of dk and dv
+  int stages;  // tiles of q and dout in flight: 1 or 2
+  int blocks_per_sm;
+  int products;
+  int access;
+
+  __device__ constexpr int warps() const { return block_k / 16 * parts; }
+};
+
+struct PreciseQueriesSpec {  // of the kernel of dq; a warp owns 16 queries
+  int head_dim, head_dim_v;
+  int item;
+  int block_q, block_k;
+  int parts;   // of the columns of dq
+  int stages;  // tiles of k and v in flight: 1 or 2
+  int blocks_per_sm;
+  int products;
+  int access;
+
+  __device__ constexpr int warps() const { return block_q / 16 * parts; }
+};
+
+struct PreciseDeltaSpec {  // of the kernel before both; a warp owns a row
+  int warps;
+  int item;
 };
 
 }  // namespace cupyflash

@@ -32,4 +32,11 @@ __device__ __forceinline__ T opaque(T value) {
   return value;
 }
 
+// The same, but what was computed once may be used again: only its formula is hidden, so that the compiler does not
+// turn products of an index in a loop into many running sums, each in registers.
+__device__ __forceinline__ int indivisible(int value) {
+  asm("" : "+r"(value));
+  return value;
+}
+
 }  // namespace cupyflash

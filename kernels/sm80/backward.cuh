@@ -6,9 +6,11 @@
 // With dropout, P^T in dv and dP^T lack what is dropped and are scaled; P^T in dS^T is whole.
 #pragma once
 
+#include "any/logits.cuh"
+#include "any/mods.cuh"
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "any/logits.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"
 #include "core/spec.cuh"
@@ -52,9 +54,9 @@ __device__ __forceinline__ void pass_turn_on(uint32* counter) {
   if (threadIdx.x == 0) add_release(counter, 1);
 }
 
-template <class T, BackwardSpec kSpec>
+template <class T, BackwardSpec kSpec, class Mods = NoMods>
 __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
-    backward(const __grid_constant__ BackwardParams p) {
+    backward(const __grid_constant__ Modified<BackwardParams, Mods> p) {
   constexpr int kThreads = 32 * kSpec.warps, kAccess = kSpec.access, kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k;
   constexpr int kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   using KTile = Tile<kBlockK, kDim>;
@@ -98,7 +100,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Sizes& s = sizes_in(p.sizes, place);
 
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias || kSpec.mask>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias || kSpec.mask, Mods>;
   const Change change = {p.score, s};
   const int first_key = work.tile * kBlockK;
   const Range keys = {first_key, min(first_key + kBlockK, s.seqlen_k) - 1};
@@ -107,6 +109,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
             tiles = seen.last < seen.first ? 0 : seen.last / kBlockQ - first_tile + 1;
 
   const int q_tiles = (s.seqlen_q + kBlockQ - 1) / kBlockQ, first_head = work.head * s.group;
+  const auto of_queries = [&](int head, int first_query) {  // the key tiles that they see
+    return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, head, first_query);
+  };
   const auto load_queries = [&](int stage, int head, int tile) {
     load_tile<kThreads, kAccess>(q_tile(stage), head_of(p.q, place.q(), head, s.seqlen_q, s.head_dim), tile * kBlockQ);
     load_tile<kThreads, kAccess>(dout_tile(stage), head_of(p.dout, place.q(), head, s.seqlen_q, s.head_dim_v),
@@ -118,20 +123,31 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
   for (int t = 0; t < kGradRows / 16; ++t) dk[t].clear(), dv[t].clear();
 
-  int remaining = tiles * s.group;
+  int remaining = tiles * s.group, stage = 0, tile = first_tile, head = first_head;
+  static_assert(!kSpec.blocks || kMaskTile % kBlockK == 0, "the keys have the same blocks");
+  QueryTiles<kSpec.blocks, kBlockQ> shown;
+  if constexpr (kSpec.blocks) {
+    const Range range = {first_tile, first_tile + tiles - 1};
+    shown.begin(p.key_blocks, range, work.batch, first_key, first_head, s.group);
+    remaining = shown.left(), tile = shown.tile, head = shown.head;
+  }
   if (remaining > 0) {
     load_tile<kThreads, kAccess>(k_tile, head_of(p.k, place.k(), work.head, s.seqlen_k, s.head_dim), first_key);
     load_tile<kThreads, kAccess>(v_tile, head_of(p.v, place.k(), work.head, s.seqlen_k, s.head_dim_v), first_key);
-    load_queries(0, first_head, first_tile);
+    load_queries(0, head, tile);
     commit_copies();
-    statistics(0).put(Statistics<kBlockQ>::fetch(p, s, place.q(), first_head, first_tile * kBlockQ));
+    statistics(0).put(Statistics<kBlockQ>::fetch(p, s, place.q(), head, tile * kBlockQ));
   }
 
-  int stage = 0, tile = first_tile, head = first_head;
 #pragma unroll 1
   for (; remaining > 0; --remaining) {
     const bool last_of_head = tile == first_tile + tiles - 1;
-    const int next_tile = last_of_head ? first_tile : tile + 1, next_head = last_of_head ? head + 1 : head;
+    int next_tile = last_of_head ? first_tile : tile + 1, next_head = last_of_head ? head + 1 : head;
+    if constexpr (kSpec.blocks) {
+      shown.next(p.key_blocks);
+      next_tile = shown.tile, next_head = shown.head;
+      if (shown.left()) remaining = 2;  // or more
+    }
     const int next_stage = kSpec.stages == 2 ? stage ^ 1 : 0;
     wait_copies<0>();
     __syncthreads();  // this tile has landed, and every warp is done with the previous one and with dS
@@ -150,6 +166,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     const bool keys_exist = first_key + kBlockK <= s.seqlen_k;
     const bool masked = !keys_exist || first_query < seen_by_all.first || first_query + kBlockQ - 1 > seen_by_all.last;
     const auto visible = [&](int key) { return band.queries(key); };
+    const bool in_part = of_queries(head, first_query).in_part(work.tile);
     if constexpr (Change::kAny) {
 #pragma unroll
       for (int t = 0; t < kScoreRows / 16; ++t) {
@@ -161,7 +178,20 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           const float2 lse = statistics(stage).lse_of(score_col + 8 * j + prob[t].col());
           return i % 2 ? -lse.y : -lse.x;
         };
-        if constexpr (kSpec.bias != kNoBias) {
+        if constexpr (Change::kModded) {
+          const auto places =
+              mod::Places<Rows::kKeys, kScoreCols>::from(s, work.batch, head, first_row, first_query + score_col);
+          if constexpr (kSpec.bias != kNoBias) {
+            using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
+            const Items bias = Items::of_transposed(p.bias, work.batch, head, first_row, first_query + score_col, s);
+            change.template weigh_mods<T, false, 1>(
+                prob[t], weights[t], slant, p.mods, places,
+                [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); }, minus_lse);
+          } else {
+            change.template weigh_mods<T, false>(
+                prob[t], weights[t], slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+          }
+        } else if constexpr (kSpec.bias != kNoBias) {
           using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
           const Items bias = Items::of_transposed(p.bias, work.batch, head, first_row, first_query + score_col, s);
           change.template weigh<T, false, 1>(prob[t], weights[t], slant, [&](int j, int i) {
@@ -171,17 +201,20 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           change.template weigh<T, false>(prob[t], weights[t], slant, minus_lse);
         }
         if (masked) change.hide(prob[t], weights[t], first_row, first_query + score_col, visible);
-        if constexpr (kSpec.mask) {
-          using Items = LogitItems<unsigned char>;
-          const int first_col = first_query + score_col;
-          change.hide_masked(prob[t], weights[t],
-                             Items::of_transposed(p.mask, work.batch, head, first_row, first_col, s));
-        }
-        if constexpr (kSpec.dropout && kSpec.softcap) {
+        if constexpr (kSpec.mask)
+          if (in_part)
+            change.hide_masked(prob[t], weights[t],
+                               LogitItems<unsigned char>::of_transposed(p.mask, work.batch, head, first_row,
+                                                                        first_query + score_col, s));
+        if constexpr (kSpec.dropout && Mods::kScore) {
+          dropping.tell<Rows::kKeys>(prob[t], first_row, first_query + score_col, [&](int j, int i, bool kept) {
+            if (!kept) clear(weights[t].prob, j, i);
+          });
+        } else if constexpr (kSpec.dropout && Change::kDerived) {
           dropping.mark<Rows::kKeys>(prob[t], first_row, first_query + score_col);
           dropping.drop_marked(prob[t], weights[t].prob);
         }
-        if constexpr (kSpec.softcap && !kSpec.p_in_registers())
+        if constexpr (Change::kDerived && !kSpec.p_in_registers())
           p_tile.store(weights[t].prob, score_row + 16 * t, score_col);
       }
     } else {
@@ -200,7 +233,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
             prob[t].x[j][i] = exp2f(fmaf(prob[t].x[j][i], s.scale_log2, i % 2 ? -lse.y : -lse.x));
       }
     }
-    if constexpr (kSpec.dropout && !kSpec.softcap)
+    if constexpr (kSpec.dropout && !Change::kDerived)
 #pragma unroll
       for (int t = 0; t < kScoreRows / 16; ++t)
         dropping.mark<Rows::kKeys>(prob[t], first_key + score_row + 16 * t, first_query + score_col);
@@ -209,6 +242,14 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
     for (int t = 0; t < kScoreRows / 16; ++t) ds[t].clear();
     product<T, kDimV / 16>(ds, Left(v_tile, score_row), RightTransposed(dout_tile(stage), score_col));
+    // The derivative of a ScoreMod has a sign of its own, so that P times it cannot keep what is dropped.
+    constexpr bool kDropsAgain = kSpec.dropout && Mods::kScore;
+    if constexpr (kDropsAgain)
+#pragma unroll
+      for (int t = 0; t < kScoreRows / 16; ++t)
+        dropping.tell<Rows::kKeys>(
+            ds[t], opaque(first_key) + score_row + 16 * t, first_query + score_col,
+            [&](int j, int i, bool kept) { ds[t].x[j][i] = kept ? ds[t].x[j][i] * p.dropout.scale : 0.f; });
 #pragma unroll
     for (int j = 0; j < kScoreCols / 8; ++j) {
       const float2 delta = statistics(stage).delta_of(score_col + 8 * j + prob[0].col());
@@ -217,7 +258,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float of_row = i % 2 ? delta.y : delta.x;
-          if constexpr (kSpec.dropout)
+          if constexpr (kSpec.dropout && !kDropsAgain)
             ds[t].x[j][i] = dropping.gradient(prob[t].x[j][i], ds[t].x[j][i], of_row);
           else
             ds[t].x[j][i] = prob[t].x[j][i] * (ds[t].x[j][i] - of_row);
@@ -226,7 +267,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
     for (int t = 0; t < kScoreRows / 16; ++t) {
       ds_tile.template store<T>(ds[t], score_row + 16 * t, score_col);
-      if constexpr (kSpec.dropout && !kSpec.softcap) dropping.drop_marked(prob[t]);
+      if constexpr (kSpec.dropout && !Change::kDerived) dropping.drop_marked(prob[t]);
     }
 
     if constexpr (kSpec.p_in_registers()) {
@@ -234,14 +275,14 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
         for (int i = 0; i < 4; ++i) a[i] = weights[t].prob[step][i];
       };
-      if constexpr (kSpec.softcap)
+      if constexpr (Change::kDerived)
         product<T, kBlockQ / 16>(dv, held, Right(dout_tile(stage), grad_col_v));
       else
         product<T, kBlockQ / 16>(dv, rounded<T>(prob), Right(dout_tile(stage), grad_col_v));
       product<T, kBlockQ / 16>(dk, rounded<T>(ds), Right(q_tile(stage), grad_col));
       __syncthreads();  // dS is complete
     } else {
-      if constexpr (!kSpec.softcap)
+      if constexpr (!Change::kDerived)
 #pragma unroll
         for (int t = 0; t < kScoreRows / 16; ++t) p_tile.template store<T>(prob[t], score_row + 16 * t, score_col);
       __syncthreads();  // P and dS are complete
@@ -263,7 +304,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     };
     if constexpr (kSpec.deterministic) {
       const Range rows = {first_query, min(first_query + kBlockQ, s.seqlen_q) - 1};
-      wait_for_turn(turn(), work.tile - keys_of_any(band, rows).first / kBlockK);
+      const int before = keys_of_any(band, rows).first / kBlockK;
+      wait_for_turn(turn(), of_queries(head, first_query).count({before, work.tile - 1}));
     }
     const int q_blocks = (s.seqlen_q + 15) / 16;
 #pragma unroll

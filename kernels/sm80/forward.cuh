@@ -3,9 +3,11 @@
 // first.
 #pragma once
 
+#include "any/logits.cuh"
+#include "any/mods.cuh"
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
-#include "any/logits.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"
 #include "core/softmax.cuh"
@@ -33,9 +35,9 @@ struct InRegisters {  // a left operand read once
 template <int kRowTiles>
 struct InRegisters<kRowTiles, 0> {};
 
-template <class T, ForwardSpec kSpec>
+template <class T, ForwardSpec kSpec, class Mods = NoMods>
 __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
-    forward(const __grid_constant__ ForwardParams p) {
+    forward(const __grid_constant__ Modified<ForwardParams, Mods> p) {
   constexpr int kThreads = 32 * kSpec.warps, kRowTiles = kSpec.rows_per_warp() / 16;
   constexpr int kSteps = kSpec.head_dim / 16, kAccess = kSpec.access;
   // What a warp owns of out.
@@ -70,7 +72,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Matrix v = head_of(p.v, place.k(), work.head / s.group, s.seqlen_k, s.head_dim_v);
 
   const Band band(s);
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias, Mods>;
   const Change change = {p.score, s};
   const float slope = change.slope(work.batch, work.head);
   const Dropping dropping = {p.dropout, work.batch, work.head};
@@ -79,6 +81,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const Range rows = {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1};
   const Range seen_by_all = keys_of_all(band, rows);
   const Range tiles = tiles_of(band, first_row, kSpec.block_q, kSpec.block_k);
+  static_assert(!kSpec.blocks || kMaskTile % kSpec.block_q == 0, "the rows have the same blocks");
+  const auto shown = ShownTiles<kSpec.blocks, kSpec.block_k>::of(p.blocks, work.batch, work.head, first_row);
+  const int first_tile = shown.down(tiles.last, tiles.first);
 
   Accumulator<kOutCols> out[kOutRowTiles];
 #pragma unroll
@@ -100,10 +105,10 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     if (lane_index() % 4 == 0) row_factors[warp_row + 16 * t + out[0].row(half)] = factor;
   };
 
-  if (tiles.last >= tiles.first) {
+  if (first_tile >= tiles.first) {
     load_tile<kThreads, kAccess>(q_tile, q, first_row);
-    load_tile<kThreads, kAccess>(k_tile(0), k, tiles.last * kSpec.block_k);
-    if constexpr (kSpec.stages == 2) load_tile<kThreads, kAccess>(v_tile(0), v, tiles.last * kSpec.block_k);
+    load_tile<kThreads, kAccess>(k_tile(0), k, first_tile * kSpec.block_k);
+    if constexpr (kSpec.stages == 2) load_tile<kThreads, kAccess>(v_tile(0), v, first_tile * kSpec.block_k);
     commit_copies();
   }
   InRegisters<kRowTiles, kSpec.q_in_registers ? kSteps : 0> q_operand;
@@ -115,13 +120,15 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 
   int stage = 0;
 #pragma unroll 1
-  for (int tile = tiles.last; tile >= tiles.first; --tile) {
+  for (int tile = first_tile; tile >= tiles.first; tile = shown.down(tile - 1, tiles.first)) {
+    const auto is_last = [&] { return shown.is_first(tile, tiles.first); };
+    const auto next = [&] { return shown.down(tile - 1, tiles.first); };
     wait_copies<0>();
     __syncthreads();  // this tile has landed, and every warp is done with the previous one
     if constexpr (kSpec.stages == 2) {
-      if (tile > tiles.first) {
-        load_tile<kThreads, kAccess>(k_tile(stage ^ 1), k, (tile - 1) * kSpec.block_k);
-        load_tile<kThreads, kAccess>(v_tile(stage ^ 1), v, (tile - 1) * kSpec.block_k);
+      if (!is_last()) {
+        load_tile<kThreads, kAccess>(k_tile(stage ^ 1), k, next() * kSpec.block_k);
+        load_tile<kThreads, kAccess>(v_tile(stage ^ 1), v, next() * kSpec.block_k);
       }
       commit_copies();
     }
@@ -146,7 +153,18 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         const Slant slant = change.slant(
             first_key, [&](int half) { return tile_row + scores[t].row(half) + place.diagonal(p.score); },
             [&](int) { return slope; });
-        if constexpr (kSpec.bias != kNoBias) {
+        if constexpr (Change::kModded) {
+          const auto places =
+              mod::Places<Rows::kQueries, kSpec.block_k>::from(s, work.batch, work.head, tile_row, first_key);
+          if constexpr (kSpec.bias != kNoBias) {
+            using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
+            const Items bias = Items::of(p.bias, work.batch, work.head, tile_row, first_key, s);
+            change.template apply_mods<1>(scores[t], slant, p.mods, places,
+                                          [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
+          } else {
+            change.apply_mods(scores[t], slant, p.mods, places, [](int, int) { return 0.f; });
+          }
+        } else if constexpr (kSpec.bias != kNoBias) {
           using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
           const Items bias = Items::of(p.bias, work.batch, work.head, tile_row, first_key, s);
           change.template apply<1>(scores[t], slant, [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
@@ -160,17 +178,18 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         scores[t].hide(first_row + warp_row + 16 * t, first_key, -kInfinity, [&](int row) { return band.keys(row); });
     }
     if constexpr (kSpec.mask)
+      if (shown.in_part(tile))
 #pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) {
-        const int tile_row = first_row + warp_row + 16 * t;
-        hide_masked(scores[t], LogitItems<unsigned char>::of(p.mask, work.batch, work.head, tile_row, first_key, s));
-      }
+        for (int t = 0; t < kRowTiles; ++t) {
+          const int tile_row = first_row + warp_row + 16 * t;
+          hide_masked(scores[t], LogitItems<unsigned char>::of(p.mask, work.batch, work.head, tile_row, first_key, s));
+        }
 
     if constexpr (kPInRegisters) {
       if constexpr (kSpec.stages == 1) {
         wait_copies<0>();
         __syncthreads();  // v has landed, and every warp is done with k
-        if (tile > tiles.first) load_tile<kThreads, kAccess>(k_tile(0), k, (tile - 1) * kSpec.block_k);
+        if (!is_last()) load_tile<kThreads, kAccess>(k_tile(0), k, next() * kSpec.block_k);
         commit_copies();
       }
       softmax.weigh(scores, change.scale_log2(), [&](const float (&factor)[kRowTiles][2]) {
@@ -198,9 +217,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       if (__syncthreads_or(grew)) scale_out();  // P is complete, v has landed, and every warp is done with k
       Matrix next_k = k;
       // There is none: zeros come instead, so that no branch parts the copies from the products among which they go.
-      if (tile == tiles.first) next_k.cols = 0;
+      if (is_last()) next_k.cols = 0;
       const auto load_keys = [&](int i, int n) {
-        load_part<kThreads, kAccess>(k_tile(0), next_k, (tile - 1) * kSpec.block_k, i, n);
+        load_part<kThreads, kAccess>(k_tile(0), next_k, next() * kSpec.block_k, i, n);
       };
       product<T, kSpec.block_k / 16>(out, Left(p_tile, out_row), Right(v_tile(0), out_col), load_keys);
     }

@@ -44,14 +44,6 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
-// 9.7.14.5.15 ldmatrix: four 8 x 8 matrices of 16 bits; lanes 8 i ... 8 i + 7 give the rows of matrix i.
-__device__ __forceinline__ void load_matrix_transposed(uint32 (&r)[4], uint32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
-               : "memory");
-}
-
 // 9.7.9.11 st
 __device__ __forceinline__ void store_shared(uint32 address, uint32 value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");

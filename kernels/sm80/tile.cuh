@@ -14,7 +14,7 @@ __device__ constexpr int power_of_two_in(int n) { return n < 2 ? n : 2 * power_o
 
 template <int kRows_, int kCols_>
 struct Tile {
-  static constexpr int kRows = kRows_, kCols = kCols_;
+  static constexpr int kRows = kRows_, kCols = kCols_, kItem = 2;
   static constexpr int kUnits = kCols / 8;  // 16-byte units of a row
   static constexpr int kBytes = kRows * kCols * 2;
   // Eight rows at one unit must fall into eight bank groups of 16 bytes. Rows kSpan apart start in the same group,
@@ -68,14 +68,16 @@ struct Tile {
 // Starts to copy the rows from `first` on into the tile; what lies outside of the matrix becomes zero. A row is cut
 // into runs of a power of two of units, so that a thread keeps its column and its bank group from row to row, and one
 // address serves all runs of one size.
-template <int kThreads, int kAccess, int kUnit = 0, int kRows, int kCols>
-__device__ __forceinline__ void load_tile(Tile<kRows, kCols> tile, const Matrix& m, int first) {
-  constexpr int kRun = min_of(power_of_two_in(tile.kUnits - kUnit), 16), kPieces = kRun * 16 / kAccess;
+template <int kThreads, int kAccess, int kUnit = 0, class AnyTile>
+__device__ __forceinline__ void load_tile(AnyTile tile, const Matrix& m, int first) {
+  constexpr int kRows = tile.kRows, kRun = min_of(power_of_two_in(tile.kUnits - kUnit), 16),
+                kPieces = kRun * 16 / kAccess;
   constexpr int kRuns = (tile.kUnits - kUnit) / kRun, kRowStep = kThreads / kPieces;
   const int thread = opaque(int(threadIdx.x)), row = thread / kPieces, byte = kUnit * 16 + thread % kPieces * kAccess;
   int limit[kRuns];
 #pragma unroll
-  for (int run = 0; run < kRuns; ++run) limit[run] = 2 * m.cols > byte + run * kRun * 16 ? m.rows - first - row : 0;
+  for (int run = 0; run < kRuns; ++run)
+    limit[run] = tile.kItem * m.cols > byte + run * kRun * 16 ? m.rows - first - row : 0;
   const int64 step = kRowStep * m.stride;
   const char* source = m.data + (first + row) * m.stride + byte;
   constexpr int kUnroll = kAccess == 16 ? 64 : 1;  // narrow copies are for odd shapes: small code, quick to compile

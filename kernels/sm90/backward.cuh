@@ -7,6 +7,7 @@
 // float32; the kernels of any/around_backward.cuh clear that sum and convert it.
 #pragma once
 
+#include "any/mods.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "sm90/backward_tiles.cuh"
@@ -14,8 +15,9 @@
 
 namespace cupyflash {
 
-template <class T, HopperBackwardSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __grid_constant__ HopperBackwardParams p) {
+template <class T, HopperBackwardSpec kSpec, class Mods = NoMods>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_backward(const __grid_constant__ Modified<HopperBackwardParams, Mods> p) {
   using Tiles = BackwardTiles<kSpec>;
   constexpr int kGroups = kSpec.groups, kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k();
   constexpr int kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -26,11 +28,20 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   static_assert(kByQueries ? kDim == 64 : kBlockQ == 64 && kDim == 64 * kGroups, "dq is shared among the groups");
 
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64 barriers[Tiles::kBarriers];
+  using TileLogits = typename Tiles::TileLogits;
+  static_assert(!kSpec.blocks || !TileLogits::kAny, "their tiles come for all keys");
+  __shared__ uint64 barriers[Tiles::kBarriers + TileLogits::kBarriers];
   __shared__ Job jobs[kSpec.stages];
   __shared__ Alibi alibis[kSpec.stages];
+  __shared__ LogitPlace places[kSpec.stages];
   __shared__ KeyTile<kSpec.varlen> key_tiles[kSpec.key_slots];
-  Tiles tiles(first_tile(shared), barriers, jobs, alibis, key_tiles);
+  Tiles tiles(first_tile(shared), barriers, jobs, alibis, places, key_tiles);
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !TileLogits::kAny, "no registers are left for both");
+  if constexpr (Change::kModded) {
+    __shared__ int heads[kSpec.stages];
+    tiles.heads = heads;
+  }
   if (threadIdx.x == 0) {
     tiles.init();
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
@@ -41,14 +52,15 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   const int role = same_in_warp(threadIdx.x / 128);
   if (role == 0) {
     give_registers<kSpec.copying_registers()>();
-    if (warp_index() == 0) copy_tiles<kSpec>(p, tiles);
+    if (warp_index() == 0) copy_tiles<kSpec, Change::kModded>(p, tiles);
     if constexpr (kSpec.deterministic)
       if (threadIdx.x == 32) keep_order<kSpec>(p, tiles);
+    if constexpr (TileLogits::kAny)
+      if (threadIdx.x == 64) copy_logits<kSpec>(p, tiles);
     return;
   }
 
   take_registers<kSpec.registers()>();
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
   const Change change = {p.score, s};
   const int group = role - 1;
   const auto warp_row = [] { return int(opaque(threadIdx.x) / 32 % 4 * 16); };
@@ -64,9 +76,11 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   int flags = 0, flags_before = 0, blocks = 0;
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
-  // The narrow stores have no registers left for lse; softcap with 128 queries none for delta.
-  constexpr bool kReadsAhead = kSpec.access == 16, kDeltaAhead = !(kSpec.softcap && kBlockQ == 128);
-  constexpr int kPart = kSpec.access == 16 && !(kSpec.softcap && kSpec.alibi) ? 2 : 1;
+  // The narrow stores, and softcap with a bias, have no registers left for lse; softcap with 128 queries none for
+  // delta.
+  constexpr bool kReadsAhead = kSpec.access == 16 && !(kSpec.softcap && TileLogits::kAny);
+  constexpr bool kDeltaAhead = !(Change::kDerived && kBlockQ == 128);
+  constexpr int kPart = kSpec.access == 16 && !(Change::kDerived && kSpec.alibi) ? 2 : 1;
   // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
   const uint32 zero = s.group < 0;
 
@@ -155,22 +169,41 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
   const auto weigh = [&] {
     Alibi alibi = {};
     if constexpr (kSpec.alibi) alibi = tiles.alibi();
+    TileLogits logits = tiles.logits();
+    logits.wait();
+    int head = 0, first_query = 0;
+    if constexpr (Change::kModded) head = tiles.head(), first_query = tiles.job().first_query;
     wgmma_wait<1>();  // S^T is there
-    if constexpr (!kReadsAhead && !kSpec.softcap) read_lse(0, 0, kBlockQ / 16);
+    if constexpr (!kReadsAhead && !Change::kDerived) read_lse(0, 0, kBlockQ / 16);
     const auto lse_of = [&](int j, int i) {
-      const float4 four = kSpec.softcap && !kReadsAhead ? statistics(0)[8 * (j / 2)] : lse[j / 2];
+      const float4 four = Change::kDerived && !kReadsAhead ? statistics(0)[8 * (j / 2)] : lse[j / 2];
       return j % 2 ? i % 2 ? four.w : four.z : i % 2 ? four.y : four.x;
     };
     const auto visible = [&](int key) { return tiles.key_tile().band(s).queries(key); };
     Weights<kBlockQ> weights;
-    if constexpr (Change::kAny) {
+    if constexpr (Change::kAny || TileLogits::kAny) {
       const Slant slant = change.slant(
           0, [&](int half) { return alibi.origin + 64 * group + warp_row() + prob.row(half); },
           [&](int) { return alibi.slope; });
-      change.template weigh<T, true, kPart>(prob, weights, slant, [&](int j, int i) { return -lse_of(j, i); });
+      const int first_row = 64 * group + warp_row();
+      const auto minus_lse = [&](int j, int i) { return -lse_of(j, i); };
+      if constexpr (Change::kModded) {
+        const auto& keys = tiles.key_tile();
+        const auto places =
+            mod::Places<Rows::kKeys, kBlockQ>::from(s, keys.batch, head, keys.first_key + first_row, first_query);
+        change.template weigh_mods<T, true, kPart>(
+            prob, weights, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+      } else if constexpr (kSpec.bias != kNoBias) {
+        auto bias = logits.column_bias(p.bias_map, first_row);
+        change.template weigh<T, true, kPart>(prob, weights, slant,
+                                              [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse_of(j, i)); });
+      } else {
+        change.template weigh<T, true, kPart>(prob, weights, slant, minus_lse);
+      }
       if (flags >> group & 1)
         change.hide(prob, weights, tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
                     visible);
+      logits.release();
     } else {
       if (flags >> group & 1)
         prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query, hidden_score(s),
@@ -191,7 +224,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_backward(const __gr
 #pragma unroll
     for (int step = 0; step < kBlockQ / 16; ++step) {
       const float4 delta = kDeltaAhead ? deltas[step] : read_delta(step);
-      if constexpr (kSpec.softcap) {
+      if constexpr (Change::kDerived) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) prob_operand[step][i] = weights.prob[step][i] ^ zero;
         prob.template widen<T>(weights.changed[step], step);

@@ -7,6 +7,8 @@
 // has its next scores issued before the sum that the last ones go into, and computes while the sum goes on.
 #pragma once
 
+#include "any/mods.cuh"
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
@@ -214,29 +216,36 @@ __device__ __forceinline__ void accumulate(Left& left, Right& right, Accumulator
   right.release();
 }
 
-template <class T, HopperKeysSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_constant__ HopperBackwardParams p) {
+template <class T, HopperKeysSpec kSpec, class Mods = NoMods>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_keys(const __grid_constant__ Modified<HopperBackwardParams, Mods> p) {
   using Queries = Side<T, kSpec.head_dim, kSpec.kept, kSpec.slots>;
   using Douts = Side<T, kSpec.head_dim_v, kSpec.kept, kSpec.slots_dout>;
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64 barriers[Queries::kBarriers + Douts::kBarriers + Handover::kBarriers];
+  using TileLogits = Logits<kSpec.bias, kSpec.mask, kTile, kTile, kSpec.logit_slots>;
+  __shared__ uint64 barriers[Queries::kBarriers + Douts::kBarriers + Handover::kBarriers + TileLogits::kBarriers];
   char* const base = shared + (-shared_address(shared) & 1023);
   char* const handover_base = base + Queries::kBytes + Douts::kBytes;
-  float* const statistics = reinterpret_cast<float*>(handover_base + Handover::kBytes);
+  float* const statistics = reinterpret_cast<float*>(handover_base + Handover::kBytes + TileLogits::kBytes);
   uint64* const handover_barriers = barriers + Queries::kBarriers + Douts::kBarriers;
   Queries queries(shared_address(base), statistics, barriers);
   Douts douts(shared_address(base) + Queries::kBytes, statistics + kSpec.slots * kTile, barriers + Queries::kBarriers);
   Handover handover(handover_base, handover_barriers);
+  TileLogits logits(shared_address(handover_base) + Handover::kBytes,
+                    shared_address(handover_barriers + Handover::kBarriers));
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   if (threadIdx.x == 0) {
     queries.init(), douts.init(), Handover::init(handover_barriers);
+    if constexpr (TileLogits::kAny) logits.ring.init(4);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
   }
   __syncthreads();
 
   const Sizes& s = p.sizes;
   using Where = Place<kSpec.varlen>;
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !TileLogits::kAny, "no registers are left for both");
+  static_assert(!kSpec.blocks || !TileLogits::kAny, "their tiles come for all keys");
   static_assert(!kSpec.dropout || !Change::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   Works<kSpec.varlen, kKeyTiles> works(p.keys, s, p.segments, blockIdx.x, gridDim.x, false);
@@ -245,6 +254,17 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
     const int first_key = works.work.tile * kTile;
     return query_tiles_of(Band(sizes_in(s, place)),
                           {first_key, min(first_key + kTile, sizes_in(s, place).seqlen_k) - 1}, kTile);
+  };
+  const auto shown_to = [&](Range tiles) {
+    const Work& work = works.work;
+    const int first_head = work.head * s.group;
+    QueryTiles<kSpec.blocks, kTile> shown;
+    if constexpr (kSpec.blocks) shown.begin(p.key_blocks, tiles, work.batch, work.tile * kTile, first_head, s.group);
+    return shown;
+  };
+
+  const auto count_of = [&](Range tiles) {
+    return kSpec.blocks ? shown_to(tiles).count(p.key_blocks) : (tiles.last - tiles.first + 1) * s.group;
   };
 
   if (warpgroup == 2) {  // a thread copies for each side, and a warp adds the statistics that go with its tiles
@@ -257,12 +277,13 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       const Work& work = works.work;
       const Where place = find_place();
       const Range tiles = tiles_of_work(place);
-      if (tiles.last < tiles.first) continue;
+      auto shown = shown_to(tiles);
+      if (kSpec.blocks ? !shown.left() : tiles.last < tiles.first) continue;
       if (warp == 0) queries.copy_keys(p.k_map, work.tile * kTile, work.head, place.rows_k());
       if (warp == 1) douts.copy_keys(p.v_map, work.tile * kTile, work.head, place.rows_k());
       if (warp == 2) queries.pass_keys();
       if (warp == 3) douts.pass_keys();
-      for (int head = work.head * s.group; head < (work.head + 1) * s.group; ++head) {
+      const auto pass = [&](int head, int first, int last) {
         const auto lse = [&](int row) {  // of a row that is not there or sees no key: P is 0
           const float natural =
               row < sizes_in(s, place).seqlen_q ? p.lse.at(place.q(), head)[row * p.lse.row] : -kInfinity;
@@ -271,13 +292,21 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         const auto delta = [&](int row) {
           return row < sizes_in(s, place).seqlen_q ? p.delta.at(place.q(), head)[row * p.delta.row] : 0.f;
         };
-        for (int row = tiles.first * kTile; row <= tiles.last * kTile; row += kTile) {
+        for (int row = first * kTile; row <= last * kTile; row += kTile) {
           if (warp == 0) queries.copy_queries(p.q_map, row, head, place.rows_q());
           if (warp == 1) douts.copy_queries(p.dout_map, row, head, place.rows_q());
           if (warp == 2) queries.add_statistics(row, lse);
+          if constexpr (TileLogits::kAny)
+            if (warp == 2 && lane_index() == 0)
+              logits.copy(p.bias_map, p.mask_map, {work.batch, head, row, work.tile * kTile});
           if (warp == 3) douts.add_statistics(row, delta);
         }
-      }
+      };
+      if constexpr (kSpec.blocks)
+        for (; shown.left(); shown.next(p.key_blocks)) pass(shown.head, shown.tile, shown.tile);
+      else
+        for (int head = work.head * s.group; head < (work.head + 1) * s.group; ++head)
+          pass(head, tiles.first, tiles.last);
     }
     return;
   }
@@ -295,8 +324,13 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
       Accumulator<kSpec.head_dim_v> dv;
       dv.clear();
       int tile = tiles.first, head = work.head * s.group;
+      auto shown = shown_to(tiles);
       float slope = 0.f;
       const auto weigh = [&](Accumulator<kTile>& prob, uint32(&weights)[kTile / 16][4]) {
+        if constexpr (kSpec.blocks) {
+          tile = shown.tile, head = shown.head;
+          shown.next(p.key_blocks);
+        }
         const int first_query = tile * kTile;
         const bool masked = first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last;
         const auto visible = [&](int key) { return band.queries(key); };
@@ -304,15 +338,30 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
           return *reinterpret_cast<const float2*>(queries.statistic() + 8 * j + prob.col());
         };
         Weights<kTile> rounded;
-        if constexpr (Change::kAny) {
-          if (kSpec.alibi && tile == tiles.first) slope = change.slope(work.batch, head++);
+        if constexpr (Change::kAny || TileLogits::kAny) {
+          if ((kSpec.alibi || Change::kModded) && (kSpec.blocks || tile == tiles.first))
+            slope = change.slope(work.batch, head++);
           const Slant slant = change.slant(
               first_query, [&](int half) { return first_key + warp_row + prob.row(half) - place.diagonal(p.score); },
               [&](int) { return slope; });
           constexpr int kPart = kSpec.access == 16 ? 2 : 1;  // the narrow stores take registers
-          change.template weigh<T, true, kPart>(prob, rounded, slant,
-                                                [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; });
+          const auto minus_lse = [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; };
+          logits.wait();
+          if constexpr (Change::kModded) {
+            const auto places =
+                mod::Places<Rows::kKeys, kTile>::from(s, work.batch, head - 1, first_key + warp_row, first_query);
+            change.template weigh_mods<T, true, kPart>(
+                prob, rounded, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+          } else if constexpr (kSpec.bias != kNoBias) {
+            auto bias = logits.column_bias(p.bias_map, warp_row);
+            change.template weigh<T, true, kPart>(
+                prob, rounded, slant, [&](int j, int i) { return fmaf(bias(j, i), kLog2E, minus_lse(j, i)); });
+          } else {
+            change.template weigh<T, true, kPart>(prob, rounded, slant, minus_lse);
+          }
           if (masked) change.hide(prob, rounded, first_key + warp_row, first_query, visible);
+          if constexpr (kSpec.mask) change.hide_masked(prob, rounded, logits.column_mask(p.mask_map, warp_row));
+          logits.release();
         } else {
           if (masked) prob.hide(first_key + warp_row, first_query, hidden_score(s), visible);
 #pragma unroll
@@ -324,7 +373,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         }
         if constexpr (kSpec.dropout)
           Dropping{p.dropout, work.batch, head}.template mark<Rows::kKeys>(prob, first_key + warp_row, first_query);
-        if constexpr (kSpec.softcap) {
+        if constexpr (Change::kDerived) {
 #pragma unroll
           for (int step = 0; step < kTile / 16; ++step)
 #pragma unroll
@@ -343,7 +392,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         }
         tile = tile == tiles.last ? tiles.first : tile + 1;
       };
-      const int count = (tiles.last - tiles.first + 1) * s.group;
+      const int count = count_of(tiles);
       if (count > 0) accumulate(queries, douts, dv, count, zero, weigh);
       if constexpr (kSpec.dropout) dv.scale_rows(p.dropout.scale, p.dropout.scale);
       store<T, kSpec.access>(dv, head_of(p.dv, place.k(), work.head, sizes_in(s, place).seqlen_k, s.head_dim_v),
@@ -379,7 +428,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_keys(const __grid_c
         }
         handover.done();
       };
-      const int count = (tiles.last - tiles.first + 1) * s.group;
+      const int count = count_of(tiles);
       if (count > 0) accumulate(douts, queries, dk, count, zero, weigh);
       dk.scale_rows(s.scale, s.scale);
       store<T, kSpec.access>(dk, head_of(p.dk, place.k(), work.head, sizes_in(s, place).seqlen_k, s.head_dim),

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/params.cuh"
-#include "sm90/ptx.cuh"
+#include "sm90/logits.cuh"
 
 namespace cupyflash {
 
@@ -11,6 +11,7 @@ struct HopperBackwardParams : BackwardParams {
   TensorMap q_map, k_map, v_map, dout_map;
   Order keys, queries;  // tiles of keys for dk and dv, and of queries for a kernel of dq
   int rotated;          // the tiles of keys of a head begin with different queries
+  LogitMap bias_map, mask_map;
 };
 
 }  // namespace cupyflash

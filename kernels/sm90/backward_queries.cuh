@@ -4,6 +4,8 @@
 //   S = q k^T    P = exp(scale S - lse)    dP = dout v^T    dS = P (dP - delta)    dq += dS k
 #pragma once
 
+#include "any/mods.cuh"
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
@@ -16,24 +18,33 @@
 
 namespace cupyflash {
 
-template <class T, HopperQueriesSpec kSpec>
-__global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __grid_constant__ HopperBackwardParams p) {
+template <class T, HopperQueriesSpec kSpec, class Mods = NoMods>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_queries(const __grid_constant__ Modified<HopperBackwardParams, Mods> p) {
   constexpr int kGroups = 2, kBlockQ = 64 * kGroups, kBlockK = 64, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   constexpr int kKBytes = tile_bytes(kBlockK, kDim), kVBytes = tile_bytes(kBlockK, kDimV);
   constexpr int kQBytes = tile_bytes(64, kDim), kDoutBytes = tile_bytes(64, kDimV);  // of a group
   constexpr int kSlots = kSpec.slots, kSlotsV = kSpec.slots_v;
+  using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
 
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV)];
+  static_assert(!kSpec.blocks || !GroupLogits::kAny, "their tiles come for all keys");
+  __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV) + kGroups * GroupLogits::kBarriers];
   const uint32 q_base = first_tile(shared), dout_base = q_base + kGroups * kQBytes;
   const uint32 k_base = dout_base + kGroups * kDoutBytes, v_base = k_base + kSlots * kKBytes;
   Ring<1> q_ring(shared_address(barriers)), dout_ring(shared_address(barriers + 2));
   Ring<kSlots> k_ring(shared_address(barriers + 4));
   Ring<kSlotsV> v_ring(shared_address(barriers + 4 + 2 * kSlots));
+  const auto logits_of = [&](int group, uint32 count = 0) {
+    return GroupLogits(v_base + kSlotsV * kVBytes + group * GroupLogits::kBytes,
+                       shared_address(barriers + 4 + 2 * (kSlots + kSlotsV) + group * GroupLogits::kBarriers), count);
+  };
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   const bool copies = warpgroup == kGroups;
   if (threadIdx.x == 0) {
     q_ring.init(4 * kGroups), dout_ring.init(4 * kGroups), k_ring.init(4 * kGroups), v_ring.init(4 * kGroups);
+    if constexpr (GroupLogits::kAny)
+      for (int i = 0; i < kGroups; ++i) logits_of(i).ring.init(4);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
   }
   __syncthreads();
@@ -41,13 +52,31 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   Sizes s = p.sizes;
   if constexpr (!kSpec.varlen) s.section *= s.group;  // counts query heads here
   using Where = Place<kSpec.varlen>;
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
+  const auto shown_to = [&](const Work& work) {
+    return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, work.head, work.tile * kBlockQ);
+  };
   Works<kSpec.varlen> works(p.queries, s, p.segments, blockIdx.x, gridDim.x);
   const auto find_place = [&] { return place_of<kSpec.varlen>(s, p.segments, works.work.batch); };
 
   if (copies) {
     give_registers<kSpec.copying_registers()>();
+    if constexpr (GroupLogits::kAny)
+      if (threadIdx.x % 128 == 32) {
+        uint32 count = 0;
+        for (; works.left(); works.next()) {
+          const Work& work = works.work;
+          const Range tiles = tiles_of(Band(s), work.tile * kBlockQ, kBlockQ, kBlockK);
+#pragma unroll 1
+          for (int tile = tiles.first; tile <= tiles.last; ++tile, ++count)
+#pragma unroll
+            for (int i = 0; i < kGroups; ++i)
+              logits_of(i, count).copy(p.bias_map, p.mask_map,
+                                       {work.batch, work.head, work.tile * kBlockQ + 64 * i, tile * kBlockK});
+        }
+      }
     if (threadIdx.x % 128 > 0) return;
     prefetch_map(p.q_map), prefetch_map(p.k_map), prefetch_map(p.v_map), prefetch_map(p.dout_map);
     for (; works.left(); works.next()) {
@@ -55,18 +84,20 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
       const Where place = find_place();
       const int first_query = work.tile * kBlockQ, head_k = work.head / s.group;
       const Range tiles = tiles_of(Band(sizes_in(s, place)), first_query, kBlockQ, kBlockK);
-      if (tiles.last < tiles.first) continue;
+      const auto shown = shown_to(work);
+      const int first_tile = shown.up(tiles.first, tiles.last);
+      if (tiles.last < first_tile) continue;
       const uint32 q_full = q_ring.acquire(kGroups * kQBytes);
 #pragma unroll
       for (int i = 0; i < kGroups; ++i)
         copy_tile<64, kDim>(q_base + i * kQBytes, p.q_map, q_full, first_query + 64 * i, work.head, place.rows_q());
       q_ring.advance();
 #pragma unroll 1
-      for (int tile = tiles.first; tile <= tiles.last; ++tile) {
+      for (int tile = first_tile; tile <= tiles.last; tile = shown.up(tile + 1, tiles.last)) {
         copy_tile<kBlockK, kDim>(k_base + k_ring.slot() * kKBytes, p.k_map, k_ring.acquire(kKBytes), tile * kBlockK,
                                  head_k, place.rows_k());
         k_ring.advance();
-        if (tile == tiles.first) {
+        if (tile == first_tile) {
           const uint32 dout_full = dout_ring.acquire(kGroups * kDoutBytes);
 #pragma unroll
           for (int i = 0; i < kGroups; ++i)
@@ -92,6 +123,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   uint32 weights[kBlockK / 16][4];  // dS in 16 bits, as left operand
   int first_query;                  // of the group
   float lse[2], delta[2], slope;
+  GroupLogits logits = logits_of(warpgroup);
 
   const auto issue_scores = [&](int ahead) {  // q k^T
     const RowOperand<kBlockK> k(k_base + k_ring.slot(ahead) * kKBytes);
@@ -121,13 +153,28 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
     const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, sizes_in(s, place).seqlen_q) - 1});
     const bool masked = first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last;
     const auto visible = [&](int row) { return band.keys(row); };
-    if constexpr (Change::kAny) {
+    if constexpr (Change::kAny || GroupLogits::kAny) {
+      const auto row_of = [&](const LogitMap& array) { return [&](int r) { return (warp_row + r) * array.row; }; };
       const Slant slant = change.slant(
           first_key, [&](int half) { return first_query + warp_row + prob.row(half) + place.diagonal(p.score); },
           [&](int) { return slope; });
       Weights<kBlockK> none;
-      change.template weigh<T, false>(prob, none, slant, [&](int, int i) { return -lse[i / 2]; });
+      const auto minus_lse = [&](int, int i) { return -lse[i / 2]; };
+      if constexpr (Change::kModded) {
+        const auto places = mod::Places<Rows::kQueries, kBlockK>::from(s, works.work.batch, works.work.head,
+                                                                       first_query + warp_row, first_key);
+        change.template weigh_mods<T, false>(
+            prob, none, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
+      } else if constexpr (kSpec.bias != kNoBias) {
+        auto bias = logits.row_bias(row_of(p.bias_map));
+        change.template weigh<T, false>(prob, none, slant,
+                                        [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse[i / 2]); });
+      } else {
+        change.template weigh<T, false>(prob, none, slant, minus_lse);
+      }
       if (masked) prob.hide(first_query + warp_row, first_key, 0.f, visible);
+      if constexpr (kSpec.mask) change.hide_masked(prob, none, logits.row_mask(row_of(p.mask_map)));
+      logits.release();
     } else {
       if (masked) prob.hide(first_query + warp_row, first_key, hidden_score(s), visible);
 #pragma unroll
@@ -153,6 +200,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
   // The wait for the next k, or the release of q, stands between the exponentials and the wait for dP: the compiler
   // would move them behind it.
   const auto finish_tile = [&](const Where& place, int tile, bool last) {
+    logits.wait();
     wgmma_wait<1>();  // the scores are there, dP goes on
     exponentiate(place, tile);
     if (last)
@@ -182,16 +230,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
         delta[half] = p.delta.at(place.q(), work.head)[row * p.delta.row];
       }
     }
-    if (tiles.last >= tiles.first) {
+    const auto shown = shown_to(work);
+    const int first_tile = shown.up(tiles.first, tiles.last);
+    if (tiles.last >= first_tile) {
       q_ring.wait();
       k_ring.wait();
       issue_scores(0);
       dout_ring.wait();
       v_ring.wait();
       issue_products();
-      finish_tile(place, tiles.first, tiles.first == tiles.last);
+      finish_tile(place, first_tile, shown.is_last(first_tile, tiles.last));
 #pragma unroll 1
-      for (int tile = tiles.first + 1; tile <= tiles.last; ++tile) {
+      for (int tile = shown.up(first_tile + 1, tiles.last); tile <= tiles.last; tile = shown.up(tile + 1, tiles.last)) {
         issue_dq();  // of the tile before
         issue_scores(1);
         wgmma_wait<1>();  // dq is there: dP gets the registers of the weights
@@ -199,7 +249,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1) hopper_queries(const __gri
         k_ring.advance();
         v_ring.wait();
         issue_products();
-        finish_tile(place, tile, tile == tiles.last);
+        finish_tile(place, tile, shown.is_last(tile, tiles.last));
       }
       dout_ring.release();
       issue_dq();

@@ -2,6 +2,7 @@
 // that has them brought there, and the thread that keeps the order of a deterministic backward.
 #pragma once
 
+#include "core/blocks.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"
 #include "core/spec.cuh"
@@ -65,24 +66,28 @@ struct BackwardTiles {  // in shared memory
   static constexpr int kKBytes = tile_bytes(kBlockK, kSpec.head_dim), kVBytes = tile_bytes(kBlockK, kSpec.head_dim_v);
   static constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ), kStatisticBytes = 8 * kBlockQ;
   static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 6;
+  using TileLogits = Logits<kSpec.bias, false, kBlockQ, kBlockK, kSpec.logit_slots>;
 
   uint32 k, v, q, dout, ds, statistics, barriers;
   Job* jobs;
   Alibi* alibis;
+  LogitPlace* places;
   KeyTile<kSpec.varlen>* key_tiles;
+  int* heads = nullptr;             // of queries, for functions of the user
   uint32 count = 0, key_count = 0;  // tiles so far, of queries and of keys
 
-  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis,
+  __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, LogitPlace* places,
                                            KeyTile<kSpec.varlen>* key_tiles)
       : k(base),
         v(k + kSlots * kKBytes),
         q(v + kSlots * kVBytes),
         dout(q + kSpec.stages * kQBytes),
         ds(dout + kSpec.stages * kDoutBytes),
-        statistics(ds + 2 * kDsBytes),
+        statistics(ds + 2 * kDsBytes + TileLogits::kBytes),
         barriers(shared_address(barriers)),
         jobs(jobs),
         alibis(alibis),
+        places(places),
         key_tiles(key_tiles) {}
 
   __device__ __forceinline__ Ring<kSlots> keys() const { return Ring<kSlots>(barriers, key_count); }
@@ -104,16 +109,23 @@ struct BackwardTiles {  // in shared memory
   }
   __device__ __forceinline__ Job& job(int ahead = 0) const { return jobs[queries().slot(ahead)]; }
   __device__ __forceinline__ Alibi& alibi(int ahead = 0) const { return alibis[queries().slot(ahead)]; }
+  __device__ __forceinline__ LogitPlace& place() const { return places[queries().slot()]; }
+  __device__ __forceinline__ int& head() const { return heads[queries().slot()]; }
   __device__ __forceinline__ KeyTile<kSpec.varlen>& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
     ++count;
     if (last) ++key_count;
   }
 
+  __device__ __forceinline__ TileLogits logits() const {
+    return TileLogits(ds + 2 * kDsBytes, barriers + 8 * kBarriers, count);
+  }
+
   __device__ __forceinline__ void init() const {
     constexpr int kWarps = 4 * kSpec.groups;
+    if constexpr (TileLogits::kAny) logits().ring.init(kWarps);
     keys().init(kWarps), values().init(kWarps), douts().init(kWarps);
-    queries().init(kWarps + (kSpec.deterministic ? 1 : 0));
+    queries().init(kWarps + (kSpec.deterministic ? 1 : 0) + (TileLogits::kAny ? 1 : 0));
     ds_ring().init(kWarps, kWarps), adding().init(kWarps);
   }
 };
@@ -125,12 +137,19 @@ struct BackwardTiles {  // in shared memory
 // them.
 template <HopperBackwardSpec kSpec>
 struct KeyTiles {
+  static_assert(!(kSpec.blocks && kSpec.deterministic), "no registers are left to count what comes before");
   const HopperBackwardParams& p;
   Works<kSpec.varlen, kKeyTiles> works;
   Range seen;
 
-  __device__ __forceinline__ explicit KeyTiles(const HopperBackwardParams& p)
+  // With a block mask: the tiles of queries that the present keys are shown to. In shared memory, for the warp has few
+  // registers.
+  QueryTiles<kSpec.blocks, kSpec.block_q>& shown;
+
+  __device__ __forceinline__ explicit KeyTiles(const HopperBackwardParams& p,
+                                               QueryTiles<kSpec.blocks, kSpec.block_q>& shown)
       : p(p),
+        shown(shown),
         works(p.keys, p.sizes, p.segments, takes_tickets() ? ticket() : blockIdx.x, gridDim.x, kSpec.deterministic) {
     skip_unseen();
   }
@@ -164,7 +183,8 @@ struct KeyTiles {
       const Sizes& s = sizes_in(p.sizes, its_place);
       const int first_key = work.tile * kSpec.block_k(), last_key = min(first_key + kSpec.block_k(), s.seqlen_k) - 1;
       seen = query_tiles_of(Band(s), {first_key, last_key}, kSpec.block_q);
-      if (seen.last >= seen.first) return;
+      if constexpr (kSpec.blocks) shown.begin(p.key_blocks, seen, work.batch, first_key, work.head * s.group, s.group);
+      if (kSpec.blocks ? shown.left() : seen.last >= seen.first) return;
       clear_rows(head_of(p.dk, its_place.k(), work.head, s.seqlen_k, s.head_dim), first_key, kSpec.block_k());
       clear_rows(head_of(p.dv, its_place.k(), work.head, s.seqlen_k, s.head_dim_v), first_key, kSpec.block_k());
     }
@@ -222,8 +242,22 @@ __device__ __forceinline__ void keep_order(const HopperBackwardParams& p, Backwa
   }
 }
 
-// The warp that copies.
+// The thread that copies the bias: another one, for that warp has no registers left.
 template <HopperBackwardSpec kSpec>
+__device__ __forceinline__ void copy_logits(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
+  while (true) {
+    tiles.queries().wait();
+    const int flags = tiles.job().flags;
+    const LogitPlace place = tiles.place();
+    barrier_arrive(tiles.queries().empty(tiles.queries().slot()));
+    if (flags & Job::kEnd) return;
+    tiles.logits().copy(p.bias_map, p.mask_map, place);
+    tiles.advance(false);
+  }
+}
+
+// The warp that copies.
+template <HopperBackwardSpec kSpec, bool kModded>
 __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
   using Tiles = BackwardTiles<kSpec>;
   constexpr int kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k(), kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -250,7 +284,8 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
     copy_tile<kBlockK, kDim>(tiles.k + slot * Tiles::kKBytes, p.k_map, full, first_key, work.head, place.rows_k());
   };
 
-  KeyTiles<kSpec> key_tiles(p);
+  __shared__ QueryTiles<kSpec.blocks, kBlockQ> shown;
+  KeyTiles<kSpec> key_tiles(p, shown);
   bool drained = true;
   while (key_tiles.left()) {
     const Work work = key_tiles.works.work;
@@ -260,9 +295,15 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
         kSpec.varlen ? (sizes_in(s, place_of_work(work)).seqlen_k + kBlockK - 1) / kBlockK : p.keys.tiles;
     int tile = p.rotated ? seen.first + int(int64(work.tile) * count / of_head) : seen.first;
     int in_group = 0, in_head = 0;
+    bool first_of_keys = true;
 #pragma unroll 1
     while (true) {
-      const bool begins = in_group == 0 && in_head == 0, last = in_group == s.group - 1 && in_head == count - 1;
+      const bool begins = kSpec.blocks ? first_of_keys : in_group == 0 && in_head == 0;
+      if constexpr (kSpec.blocks) {
+        tile = shown.tile, in_group = shown.head - work.head * s.group;
+        shown.next(p.key_blocks);
+      }
+      const bool last = kSpec.blocks ? !shown.left() : in_group == s.group - 1 && in_head == count - 1;
       const int slot = tiles.queries().slot(), first = tile * kBlockQ, head = work.head * s.group + in_group;
       if (last) key_tiles.next();
       // A block must not keep the keys of two works, each with one tile, while it waits for those of a third.
@@ -274,6 +315,8 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
         if constexpr (kSpec.alibi)
           tiles.alibi() = {change.slope(work.batch, head),
                            work.tile * kBlockK - place_of_work(work).diagonal(p.score) - first};
+        if constexpr (Tiles::TileLogits::kAny) tiles.place() = {work.batch, head, first, work.tile * kBlockK};
+        if constexpr (kModded) tiles.head() = head;
         copy_queries(place_of_work(work), first, head);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,
@@ -287,6 +330,10 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
       drained = drains;
       tiles.advance(last);
       if (last) break;
+      if constexpr (kSpec.blocks) {
+        first_of_keys = false;
+        continue;
+      }
       if (++tile > seen.last) tile = seen.first;
       if (++in_head == count) in_head = 0, ++in_group;
     }

@@ -3,12 +3,15 @@
 // the products of the next tile with the softmax of this one, and take turns at the tensor cores.
 #pragma once
 
+#include "any/mods.cuh"
+#include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
+#include "sm90/logits.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile.cuh"
 #include "sm90/wgmma.cuh"
@@ -25,12 +28,14 @@ struct HopperForwardParams {
   Score score;
   Sink sink;
   Dropout dropout;
+  BlockMask blocks;
+  LogitMap bias, mask;
   Segments segments;
 };
 
-template <class T, HopperForwardSpec kSpec>
+template <class T, HopperForwardSpec kSpec, class Mods = NoMods>
 __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.threads(), 1)
-    hopper_forward(const __grid_constant__ HopperForwardParams p) {
+    hopper_forward(const __grid_constant__ Modified<HopperForwardParams, Mods> p) {
   constexpr int kGroups = kSpec.groups, kTeams = kSpec.teams, kWarpgroups = kTeams * kGroups;
   constexpr int kCluster = kSpec.cluster;
   constexpr int kBlockK = kSpec.block_k, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -40,12 +45,17 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr int kTeamBytes = kSpec.q_slots * kQSlot + kSpec.slots * kSlot;
   constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots;
   constexpr bool kStaged = kSpec.staged();
+  using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
+  static_assert(!GroupLogits::kAny || kTeams == 1, "a warp is left to copy them");
+  static_assert(!kSpec.blocks || !GroupLogits::kAny, "their tiles come for all keys");
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
-  static_assert(!kSpec.varlen || !kSpec.packed && kCluster == 1);
+  static_assert(!kSpec.blocks || !kSpec.packed && kMaskTile % (64 * kCluster * kGroups) == 0,
+                "the rows of a tile have the same blocks");
+  static_assert(!kSpec.varlen || !kSpec.packed && kCluster == 1, "the rows of a box belong to one sequence and head");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64 barriers[kTeams * kBarriers];
+  __shared__ uint64 barriers[kTeams * kBarriers + kGroups * GroupLogits::kBarriers];
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   const bool copies = warpgroup == kWarpgroups;
   const int copier = warp_index() % 4;  // of the warps that copy: one loads and one stores for each team
@@ -57,7 +67,13 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   Ring<kSpec.slots, kCluster> ring(barrier_base);  // K and V
   Ring<kSpec.q_slots> q_ring(barrier_base + 16 * kSpec.slots);
   const uint32 out_full = barrier_base + 16 * (kSpec.slots + kSpec.q_slots);  // out is where q was
+  const auto logits_of = [&](int group, uint32 count = 0) {
+    return GroupLogits(q_base + kTeamBytes + group * GroupLogits::kBytes,
+                       barrier_base + 8 * (kBarriers + group * GroupLogits::kBarriers), count);
+  };
   if (loads) {
+    if constexpr (GroupLogits::kAny)
+      for (int i = 0; i < kGroups; ++i) logits_of(i).ring.init(4);
     ring.init(4 * kGroups * kCluster), q_ring.init(kStaged ? 1 : 4);
     for (int i = 0; i < kSpec.q_slots; ++i) barrier_init(out_full + 8 * i, 4);
     fence_barrier_init();  // for the copy engine; for the other threads the barrier below
@@ -69,11 +85,15 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 
   const Sizes& s = p.sizes;
   using Where = Place<kSpec.varlen>;
-  using Change = ScoreChange<kSpec.softcap, kSpec.alibi>;
+  using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
+  static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
   const auto head_of_q = [&](const Work& work) { return kSpec.packed ? work.head * s.group : work.head; };
+  const auto shown_to = [&](const Work& work) {
+    return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, work.head, work.tile * block_q);
+  };
   Works<kSpec.varlen> works(p.order, s, p.segments, blockIdx.x / kCluster * kTeams + team,
                             gridDim.x / kCluster * kTeams);
   const auto find_place = [&] { return place_of<kSpec.varlen>(s, p.segments, works.work.batch); };
@@ -108,11 +128,22 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
           ring.advance();
         };
         // The scores of a tile come before the product of the one before it: K0 K1 V0 K2 V1 ...
-        if (tiles.last >= tiles.first) load_k(tiles.last);
-        load_q();
+        if constexpr (kSpec.blocks) {
+          const auto shown = shown_to(work);
+          int before = shown.down(tiles.last, tiles.first);
+          if (before >= tiles.first) load_k(before);
+          load_q();
 #pragma unroll 1
-        for (int tile = tiles.last - 1; tile >= tiles.first; --tile) load_k(tile), load_v(tile + 1);
-        if (tiles.last >= tiles.first) load_v(tiles.first);
+          for (int tile; (tile = shown.down(before - 1, tiles.first)) >= tiles.first; before = tile)
+            load_k(tile), load_v(before);
+          if (before >= tiles.first) load_v(before);
+        } else {  // in words of its own, for the compiler makes more of them
+          if (tiles.last >= tiles.first) load_k(tiles.last);
+          load_q();
+#pragma unroll 1
+          for (int tile = tiles.last - 1; tile >= tiles.first; --tile) load_k(tile), load_v(tile + 1);
+          if (tiles.last >= tiles.first) load_v(tiles.first);
+        }
       }
     } else if (stores) {
       prefetch_map(p.out_map);
@@ -128,6 +159,26 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
           barrier_arrive(q_ring.empty(q_ring.slot()));
           q_ring.advance();
         }
+      }
+    } else if (GroupLogits::kAny && copier == 2 && lane_index() == 0) {
+      if constexpr (kSpec.bias != kNoBias) prefetch_map(p.bias.map);
+      if constexpr (kSpec.mask) prefetch_map(p.mask.map);
+      const Band band(s);
+      uint32 counts[kGroups] = {};
+      for (; works.left(); works.next()) {
+        const Work& work = works.work;
+        const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
+#pragma unroll 1
+        for (int tile = tiles.last; tile >= tiles.first; --tile)
+#pragma unroll
+          for (int group = 0; group < kGroups; ++group) {
+            const int first = work.tile * block_q + (rank * kGroups + group) * queries;
+            const Range own = first < s.seqlen_q ? tiles_of(band, first, queries, kBlockK) : Range{0, -1};
+            if (tile >= own.first && tile <= own.last)
+              logits_of(group, counts[group]++)
+                  .copy(p.bias, p.mask, {work.batch, head_of_q(work), first, tile * kBlockK}, queries,
+                        kSpec.packed ? s.group : 1);
+          }
       }
     }
     return;
@@ -166,20 +217,57 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     wgmma_commit();
   };
   float factor[2], slope[2] = {};
-  const auto weigh = [&](const Where& place,
-                         int tile) {  // scores -> weights in float32; whether out must be multiplied by factor
+  GroupLogits logits = logits_of(group);
+  const auto row_of = [&](const LogitMap& array) {  // in a tile of it
+    return [&, heads = array.head ? s.group : 1](int r) {
+      const int row = warp_row + r;
+      return kSpec.packed ? row / s.group * array.row * heads + row % s.group * array.head : row * array.row;
+    };
+  };
+  // With a bias exponents are natural: in base 2, what is finite might not be.
+  constexpr bool kNatural = kSpec.bias != kNoBias;
+  const float exponent_log2 = kNatural ? kLog2E : change.scale_log2();
+  int head[2], query[2];  // of this lane's rows, for functions of the user
+  // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
+  // may there be keys that do not exist.
+  const auto weigh = [&](const Where& place, int tile, bool first) {
     const int first_key = tile * kBlockK;
-    if constexpr (Change::kAny)
-      change.template apply<kSpec.float32_out ? 1 : 2>(
-          scores[0],
-          change.slant(
-              first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + place.diagonal(p.score); },
-              [&](int half) { return slope[half]; }));
+    const auto slant = [&] {
+      return change.slant(
+          first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + place.diagonal(p.score); },
+          [&](int half) { return slope[half]; });
+    };
+    constexpr int kPart = kSpec.float32_out ? 1 : 2;
+    if constexpr (Change::kModded) {
+      auto places = mod::Places<Rows::kQueries, kBlockK>::from(
+          s, works.work.batch, first_key, [&](int half) { return head[half]; }, [&](int half) { return query[half]; });
+      places.inside = !first;
+      change.template apply_mods<kPart>(scores[0], slant(), p.mods, places, [](int, int) { return 0.f; });
+    } else if constexpr (Change::kAny) {
+      change.template apply<kPart>(scores[0], slant());
+    }
+    logits.wait();
+    if constexpr (kSpec.bias != kNoBias) {
+      auto bias = logits.row_bias(row_of(p.bias));
+      const float unit = Change::kAny ? kLn2 : s.scale;
+#pragma unroll
+      for (int j = 0; j < kBlockK / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[0].x[j][i] = fmaf(scores[0].x[j][i], unit, bias(j, i));
+    }
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
       scores[0].hide(warp_row, first_key, -kInfinity,
                      [&](int row) { return Band(sizes_in(s, place)).keys(query_of(row)); });
+    if constexpr (kSpec.mask) {
+      auto shown = logits.row_mask(row_of(p.mask));
+#pragma unroll
+      for (int j = 0; j < kBlockK / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[0].x[j][i] = shown(j, i) ? scores[0].x[j][i] : -kInfinity;
+    }
+    logits.release();
     bool raised = false;  // of this warp: its out is not there yet, and to wait is for the warpgroup
-    softmax.weigh(scores, change.scale_log2(), [&](const float (&by)[1][2]) {
+    softmax.weigh(scores, exponent_log2, [&](const float (&by)[1][2]) {
       factor[0] = by[0][0], factor[1] = by[0][1];
       raised = true;
     });
@@ -198,7 +286,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + out[0].row(half), query = query_of(row);
       const int head = head_of_row(work, row);
-      softmax.finish(0, half, change.scale(), p.sink.of(head), inverse[half], lse[half]);
+      softmax.finish(0, half, kNatural ? 1.f : change.scale(), p.sink.of(head), inverse[half], lse[half]);
       if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
       if (p.lse.data != nullptr && lane_index() % 4 == 0 &&
           query < min(first_query + queries, sizes_in(s, place).seqlen_q))
@@ -240,7 +328,13 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
     seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
-    const Range own = first_query < seqlen_q ? tiles_of(band, first_query, queries, kBlockK) : Range{0, -1};
+    // With a block mask all groups compute what one of them sees: it shows them the same.
+    const Range own = kSpec.blocks || first_query < seqlen_q
+                          ? tiles_of(band, kSpec.blocks ? work.tile * block_q : first_query,
+                                     kSpec.blocks ? block_q : queries, kBlockK)
+                          : Range{0, -1};
+    const auto shown = shown_to(work);
+    const int first_tile = shown.down(own.last, own.first);
     const int before = tiles.last - own.last,
               after = own.first - tiles.first;  // tiles of others, from the last one down
     softmax = {};
@@ -249,8 +343,14 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         slope[half] = change.slope(work.batch, head_of_row(work, warp_row + out[0].row(half)));
+    if constexpr (Change::kModded)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row + out[0].row(half);
+        head[half] = head_of_row(work, row), query[half] = query_of(row);
+      }
     q_ring.wait(group);
-    if (own.last >= own.first) {
+    if (first_tile >= own.first) {
       sit_out(before, true);
       ring.wait();
       turns.wait();
@@ -260,10 +360,11 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       ring.release();
       ring.advance();
       if (before > 0) skip(1);
-      weigh(place, own.last);
+      weigh(place, first_tile, true);
       round_weights();
 #pragma unroll 1
-      for (int tile = own.last - 1; tile >= own.first; --tile) {
+      for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
+           tile = shown.down(tile - 1, own.first)) {
         ring.wait();
         turns.wait();
         issue_scores();
@@ -272,7 +373,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         turns.pass_on();
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
-        const bool raised = weigh(place, tile);
+        const bool raised = weigh(place, tile, false);
         wgmma_wait<0>();  // out is there; v and the registers of the weights are free
         ring.release(1);
         ring.advance(2);
@@ -290,7 +391,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       if (after > 0) skip(1);
     } else {
       works.next();
-      if (tiles.last >= tiles.first) sit_out(tiles.last - tiles.first + 1, true), skip(1);
+      if (!kSpec.blocks && tiles.last >= tiles.first) sit_out(tiles.last - tiles.first + 1, true), skip(1);
     }
     finish(place, work);
   }

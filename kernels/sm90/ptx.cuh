@@ -108,6 +108,26 @@ __device__ __forceinline__ void store_matrix(uint32 address, const uint32 (&r)[4
                : "memory");
 }
 
+// 9.7.9.8 ld: an element of 1 or 4 bytes, and two neighbours.
+template <int kItem>
+__device__ __forceinline__ uint32 load_item(uint32 address) {
+  uint32 x;
+  if constexpr (kItem == 1)
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  else
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+template <int kItem>
+__device__ __forceinline__ void load_pair(uint32 (&x)[4], uint32 address) {
+  if constexpr (kItem == 1) {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(x[0]) : "r"(address) : "memory");
+    x[1] = x[0] >> 8, x[0] &= 0xff;
+  } else {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address) : "memory");
+  }
+}
+
 // 9.7.13.3 barrier.cluster
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");

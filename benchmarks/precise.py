@@ -1,0 +1,175 @@
+"""float32 and float64 beside standard attention in CuPy and PyTorch's memory-efficient attention: speed and error.
+
+    python benchmarks/precise.py [--seqlens 1024 4096] [--head-dims 64 128] [--rounds 5] [--output precise.json]
+
+16384 tokens, heads * head_dim = 2048, full mask. Times are medians of rounds in which all are timed in turn; rates
+count 4 and 10 operations for each score and column, whatever a kernel computes twice. The error is the largest of out,
+and of all gradients, on the first two heads, beside that of standard attention in the same dtype, which is the unit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+
+import numpy as np
+import output
+
+try:
+    import cupy
+except ImportError:
+    output.lacks("CuPy is missing; pip install cupyflash[cuda13]")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
+
+import cupyflash
+from cupyflash import reference, timing
+
+TOKENS, WIDTH = 16384, 2048
+
+
+class Standard:
+    """All scores in memory, by cuBLAS and CuPy's kernels: as few passes over them as those allow."""
+
+    exponentials = cupy.ElementwiseKernel("T top, T scale", "T x", "x = exp(scale * x - top)", "exponentials")
+    gradient = cupy.ElementwiseKernel("T p, T delta, T scale", "T x", "x = scale * p * (x - delta)", "gradient")
+
+    @classmethod
+    def forward(cls, q, k, v):
+        """Result and weights of arrays (batch, heads, seqlen, head_dim)."""
+        p = q @ k.swapaxes(2, 3)
+        scale = p.dtype.type(q.shape[-1] ** -0.5)
+        cls.exponentials(scale * p.max(axis=-1, keepdims=True), scale, p)
+        return (p @ v) / p.sum(axis=-1, keepdims=True), p
+
+    @classmethod
+    def backward(cls, dout, q, k, v, out, p):
+        """Gradients of q, k and v, where p holds normalised weights."""
+        ds = dout @ v.swapaxes(2, 3)
+        cls.gradient(p, (dout * out).sum(axis=-1, keepdims=True), p.dtype.type(q.shape[-1] ** -0.5), ds)
+        return ds @ k, (q.swapaxes(2, 3) @ ds).swapaxes(2, 3), (dout.swapaxes(2, 3) @ p).swapaxes(2, 3)
+
+
+def of_cupyflash(arrays, results, **options):
+    """Calls of both passes, and what they give."""
+    q, k, v, dout = arrays
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    gradients = cupyflash.attention_backward(dout, q, k, v, out, lse, **options)
+    results[:] = out, *gradients[:3]
+    return (
+        lambda: cupyflash.attention(q, k, v, out=out, **options),
+        lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, **options),
+    )
+
+
+def of_standard(arrays, results):
+    """The same of standard attention."""
+    q, k, v, dout = (cupy.ascontiguousarray(x.swapaxes(1, 2)) for x in arrays)
+    out, p = Standard.forward(q, k, v)
+    p /= p.sum(axis=-1, keepdims=True)
+    results[:] = (x.swapaxes(1, 2) for x in (out, *Standard.backward(dout, q, k, v, out, p)))
+    return lambda: Standard.forward(q, k, v), lambda: Standard.backward(dout, q, k, v, out, p)
+
+
+def of_torch(arrays, results):
+    """The same of PyTorch's memory-efficient attention, without TF32."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    q, k, v, dout = (torch.from_dlpack(x).transpose(1, 2) for x in arrays)
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def forward():
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(*inputs)
+
+    out = forward()
+
+    def backward():
+        return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    results[:] = (cupy.from_dlpack(x.detach().transpose(1, 2)) for x in (out, *backward()))
+    return forward, backward
+
+
+CALLS = {
+    "float32": {
+        "cupyflash": of_cupyflash,
+        "cupyflash, tf32": lambda *x: of_cupyflash(*x, precision="tf32"),
+        "standard": of_standard,
+        "torch efficient": of_torch,
+    },
+    "float64": {"cupyflash": of_cupyflash, "standard": of_standard},
+}
+
+
+def errors(arrays, results, heads=2):
+    """Largest errors of out, and of the gradients, in the first batch and heads."""
+    q, k, v, dout = (x[:1, :, :heads] for x in arrays)
+    out, lse = reference.attention(q, k, v, return_lse=True)
+    right = out, *reference.attention_backward(dout, q, k, v, out, lse)[:3]
+    found = [float(abs(x[:1, :, :heads] - y).max()) for x, y in zip(results, right)]
+    return found[0], max(found[1:])
+
+
+def measure(dtype, head_dim, seqlen, rounds):
+    """Seconds and errors of both passes, by the names of what was measured; None for what failed."""
+    shape = (TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim)
+    arrays = [timing.normal(shape, np.dtype(dtype), seed) for seed in range(4)]
+    calls, found = {}, {}
+    for name, make in CALLS[dtype].items():
+        results = []
+        try:
+            forward, backward = make(arrays, results)
+            found[name] = {"errors": errors(arrays, results)}
+        except (ImportError, RuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
+            print(f"{dtype}, {head_dim}, {seqlen}: {name}: {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        calls |= {(name, "forward"): forward, (name, "backward"): backward}
+    seconds = timing.median_seconds(calls, rounds)
+    for (name, pass_), value in seconds.items():
+        products = 2 if pass_ == "forward" else 5
+        found[name][pass_] = {"seconds": value, "tflops": products * 2 * TOKENS * seqlen * WIDTH / value / 1e12}
+    return found
+
+
+def row(dtype, head_dim, seqlen, found):
+    """Lines of a table: rates, how many times as fast cupyflash is, and errors in units of those of `standard`."""
+    unit = found.get("standard", {}).get("errors")
+    for name, one in found.items():
+        ratios = [f"{one[p]['seconds'] / found['cupyflash'][p]['seconds']:5.2f}" for p in ("forward", "backward")]
+        off = [f"{x:.1e}" + (f" ({x / y:.1f})" if unit else "") for x, y in zip(one["errors"], unit or one["errors"])]
+        rates = [f"{one[p]['tflops']:6.1f}" for p in ("forward", "backward")]
+        yield " ".join((f"{dtype:8} {head_dim:4} {seqlen:6} {name:16}", *rates, *ratios, *off))
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=[*CALLS], choices=[*CALLS])
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--seqlens", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
+    parser.add_argument("--output", type=output.file, metavar="FILE", help="where to write JSON")
+    options = parser.parse_args(arguments)
+    if not cupy.cuda.is_available():
+        output.lacks("there is no GPU")
+    records = []
+    print("dtype     dim seqlen: TFLOP/s and times as long, of both passes; error of out and gradients (in standard's)")
+    for dtype in options.dtypes:
+        for head_dim in options.head_dims:
+            for seqlen in options.seqlens:
+                found = measure(dtype, head_dim, seqlen, options.rounds)
+                records.append({"dtype": dtype, "head_dim": head_dim, "seqlen": seqlen, "found": found})
+                print("\n".join(row(dtype, head_dim, seqlen, found)), flush=True)
+    if options.output:
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        about = {"date": date, "command": output.command(), "packages": output.versions()}
+        output.write(options, about | {"sizes": records})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

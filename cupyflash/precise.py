@@ -1,0 +1,126 @@
+"""The kernels of float32 and float64, chosen from literal tables as in ``choose.py``.
+
+Nothing here was timed yet. Floors on an H200, for one head of ``N`` queries and keys of width ``d``, from its data
+sheet: by ``mma`` its tensor cores reach about 62 % of what they do by ``wgmma``, so 310 TFLOP/s of TF32, and 100 of
+float32 by three products. Six products of bfloat16 at twice the rate would cost as much, be exact to the last bit and
+take twice the instructions to split. Of float64 ``mma`` has all 67 TFLOP/s. The backward makes seven products where
+five count.
+
+=================  =================================================================================================
+float32, forward   at most 100 TFLOP/s. For 16 x 8 x 16 a warp issues 6 products, 39 cycles, beside 12 instructions to
+                   split the right factor, as many for the left one at 16 keys, 4 additions, 2 loads; expected: 55 to 70
+float32, backward  at most 71; expected: 35 to 45
+float64, forward   at most 64 beside exponentials of 16 instructions at 34 TFLOP/s, 60 at d = 64; expected: 40 to 50
+float64, backward  at most 48; at d = 128, where two warps compute the same scores of their keys, 37; expected: 25 to 30
+=================  =================================================================================================
+
+Standard attention in float64 moves ``8 N^2`` bytes four times forward and seven times backward, beside its products 1.6
+and 1.1 times as long as these at d = 64, 0.8 and 0.6 times at d = 128: twice its speed, 52 TFLOP/s, is possible forward
+at d = 64, and more than the tensor cores have, or nearly, elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from .choose import SHARED_LIMIT, fitting, round_up
+from .problem import Problem
+from .spec import PreciseDeltaSpec, PreciseForwardSpec, PreciseKeysSpec, PreciseQueriesSpec, Variant
+
+ITEM = {"float32": 4, "float64": 8}  # bytes of an element
+
+# head_dim up to: (block_q, block_k, row_tiles, parts, blocks_per_sm), ... The first that fits is taken. None was timed:
+# the largest without spills. Warps of 32 rows read K and V half as often from shared memory, which d = 64 allows.
+FORWARD = {
+    "float32": {
+        64: ((128, 16, 2, 1, 2),),
+        128: ((64, 16, 1, 1, 2),),
+        192: ((64, 32, 1, 2, 1),),
+        256: ((64, 16, 1, 2, 1),),
+    },
+    "float64": {
+        64: ((64, 32, 1, 1, 2), (64, 32, 1, 1, 1)),
+        128: ((64, 16, 1, 1, 2), (64, 16, 1, 1, 1)),
+        192: ((32, 16, 1, 2, 1),),
+        256: ((32, 16, 1, 2, 1), (16, 16, 1, 2, 1)),
+    },
+}
+# head_dim up to: (block_q, block_k, parts, stages, blocks_per_sm), ... of the kernel of dk and dv, and of that of dq.
+KEYS = {
+    "float32": {
+        64: ((32, 64, 1, 1, 2),),
+        128: ((32, 64, 2, 1, 1),),
+        192: ((16, 32, 2, 1, 1),),
+        256: ((16, 32, 4, 1, 1),),
+    },
+    "float64": {
+        64: ((16, 64, 1, 1, 1),),
+        128: ((16, 32, 2, 1, 1),),
+        192: ((8, 32, 3, 1, 1), (16, 16, 3, 1, 1)),
+        256: ((8, 32, 4, 1, 1), (8, 16, 4, 1, 1)),
+    },
+}
+QUERIES = {
+    "float32": {
+        64: ((64, 32, 1, 1, 2),),
+        128: ((64, 16, 1, 1, 2), (64, 16, 1, 1, 1)),
+        192: ((64, 16, 2, 1, 1), (32, 16, 2, 1, 1)),
+        256: ((64, 16, 2, 1, 1), (32, 16, 2, 1, 1)),
+    },
+    "float64": {
+        64: ((64, 16, 1, 1, 2), (64, 16, 1, 1, 1)),
+        128: ((32, 16, 1, 1, 1),),
+        192: ((32, 16, 2, 1, 1), (16, 16, 2, 1, 1)),
+        256: ((16, 16, 2, 1, 1), (16, 8, 2, 1, 1)),
+    },
+}
+
+
+def _widths(problem: Problem, parts: int) -> tuple[int, int]:
+    """Both widths padded: whole rounds through the banks, whole units for each part."""
+    return tuple(
+        round_up(n, max(32, 128 // ITEM[problem.dtype] * parts)) for n in (problem.head_dim, problem.head_dim_v)
+    )
+
+
+def _variant(problem: Problem, table: dict, kernel: tuple, access: int, shared_limit: int) -> Variant:
+    header, template, spec, parts_at = kernel
+    products = 3 if problem.dtype == "float32" and problem.precision is None else 1
+
+    def make(tiling):
+        widths = _widths(problem, tiling[parts_at])
+        return spec(*widths, ITEM[problem.dtype], *tiling, products, access)
+
+    width = max(problem.head_dim, problem.head_dim_v)
+    return Variant(header, template, problem.dtype, fitting(table[problem.dtype], {}, make, width, shared_limit))
+
+
+@functools.lru_cache(maxsize=1024)
+def forward(problem: Problem, access: int, shared_limit: int) -> Variant:
+    """Return the forward kernel for `problem` on a device with `shared_limit` bytes of shared memory in a block."""
+    kernel = "precise/forward.cuh", "precise_forward", PreciseForwardSpec, 3
+    return _variant(problem, FORWARD, kernel, access, shared_limit)
+
+
+@functools.lru_cache(maxsize=1024)
+def backward(problem: Problem, access: int, shared_limit: int) -> tuple[Variant, Variant, Variant]:
+    """Return the kernels of delta, of dk and dv, and of dq."""
+    keys = "precise/backward.cuh", "precise_keys", PreciseKeysSpec, 2
+    queries = "precise/backward.cuh", "precise_queries", PreciseQueriesSpec, 2
+    return (
+        Variant("precise/backward.cuh", "precise_delta", problem.dtype, PreciseDeltaSpec(8, ITEM[problem.dtype])),
+        _variant(problem, KEYS, keys, access, shared_limit),
+        _variant(problem, QUERIES, queries, access, shared_limit),
+    )
+
+
+def variants(capability: int) -> Iterator[Variant]:
+    """Yield the kernels that devices of `capability` (80, 90, ...) choose for aligned arrays."""
+    if capability < 80:
+        return
+    limit = SHARED_LIMIT.get(capability, SHARED_LIMIT[86])
+    for dtype in FORWARD:
+        for head_dim in (64, 96, 128, 192, 256):
+            problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim, 1.0)
+            yield from (forward(problem, 16, limit), *backward(problem, 16, limit))

@@ -1,0 +1,244 @@
+"""float32 and float64 on the GPU: how exact they are, shapes and layouts, and what is chosen and refused."""
+
+import itertools
+
+import numpy as np
+import pytest
+import tools
+from tools import LAYOUTS, check, inputs, laid_out
+
+import cupyflash
+from cupyflash import checks, choose, precise
+from cupyflash.problem import Problem
+
+LIMITS = sorted({limit for capability, limit in choose.SHARED_LIMIT.items() if capability >= 80})
+BY_TABLE = {"forward": precise.FORWARD, "keys": precise.KEYS, "queries": precise.QUERIES}
+
+
+def problem(dtype, head_dim, head_dim_v=None, **more):
+    return Problem(dtype, 1, 128, 128, 1, 1, head_dim, head_dim_v or head_dim, 1.0, **more)
+
+
+# --- What is chosen
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("dtype", precise.ITEM)
+def test_every_head_dim_fits(dtype, limit):
+    """Every GPU takes every size, and tiles are cut as the kernels cut them."""
+    unit = 16 // precise.ITEM[dtype]
+    multiples = range(16, 257, 16)
+    for d, dv in {*((d, d) for d in range(1, 257)), *itertools.product(multiples, multiples)}:
+        for variant in (
+            precise.forward(problem(dtype, d, dv), 16, limit),
+            *precise.backward(problem(dtype, d, dv), 16, limit)[1:],
+        ):
+            spec, row_tiles = variant.spec, getattr(variant.spec, "row_tiles", 1)
+            assert spec.head_dim >= d and spec.head_dim_v >= dv and spec.item == precise.ITEM[dtype]
+            assert spec.shared_bytes * spec.blocks_per_sm <= limit
+            assert 64 <= spec.threads <= 1024, "a copy by words gives each thread of a row of 256 bytes its own column"
+            rows = spec.block_k if variant.template == "precise_keys" else spec.block_q
+            assert rows * spec.parts == 16 * row_tiles * spec.warps
+            assert spec.block_q <= spec.threads, "each thread fetches the statistics of one row at most"
+            for width in (spec.head_dim, spec.head_dim_v):
+                assert width * spec.item % 128 == 0 and width % (8 * unit * spec.parts) == 0
+            for depth in (spec.block_q, spec.block_k):
+                assert depth % (4 * unit) == 0
+
+
+@pytest.mark.parametrize("name", BY_TABLE)
+@pytest.mark.parametrize("dtype", precise.ITEM)
+def test_every_row_is_chosen(dtype, name):
+    """By some GPU."""
+    found = set()
+    for limit, head_dim in itertools.product(LIMITS, range(32, 257, 32)):
+        one = problem(dtype, head_dim)
+        forward, (_, keys, queries) = precise.forward(one, 16, limit), precise.backward(one, 16, limit)
+        spec = {"forward": forward, "keys": keys, "queries": queries}[name].spec
+        width = min(n for n in BY_TABLE[name][dtype] if n >= head_dim)
+        rest = (spec.row_tiles, spec.parts) if name == "forward" else (spec.parts, spec.stages)
+        found.add((width, (spec.block_q, spec.block_k, *rest, spec.blocks_per_sm)))
+    assert found == {(width, row) for width, rows in BY_TABLE[name][dtype].items() for row in rows}
+
+
+def test_products():
+    for precision, products in ((None, 3), ("tf32", 1)):
+        one = problem("float32", 64, precision=precision)
+        variants = precise.forward(one, 16, LIMITS[-1]), *precise.backward(one, 16, LIMITS[-1])[1:]
+        assert {variant.spec.products for variant in variants} == {products}
+    assert precise.forward(problem("float64", 64), 16, LIMITS[-1]).spec.products == 1
+
+
+# --- What is refused
+
+
+BLOCKS = cupyflash.BlockMask(np.ones((1, 1), bool))
+
+
+def wide(dtype):
+    return [np.ones((2, 5, 4, 8), dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "precision, error", [("high", ValueError), ("TF32", ValueError), (1, TypeError), (True, TypeError)]
+)
+def test_precisions_that_are_none(precision, error):
+    q, k, v = wide("float32")
+    for call in (cupyflash.attention, lambda *x, **o: cupyflash.attention_backward(x[0], *x, x[0], x[0], **o)):
+        with pytest.raises(error, match=f"precision is {precision!r}.*; allowed: None, 'highest', .*'tf32'"):
+            call(q, k, v, precision=precision)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_tf32_of_other_dtypes(dtype):
+    q, k, v = wide(dtype)
+    with pytest.raises(ValueError, match=f"precision is 'tf32' and q has dtype {dtype}; allowed: None, 'highest'"):
+        cupyflash.attention(q, k, v, precision="tf32")
+    assert tools.same_bits(cupyflash.attention(q, k, v, precision="highest"), cupyflash.attention(q, k, v))
+
+
+def test_the_host_always_computes_in_float32():
+    x = inputs(tools.Backend("numpy", "float32"), 30)
+    expected, lse = cupyflash.attention(*x.qkv, return_lse=True)
+    assert tools.same_bits(cupyflash.attention(*x.qkv, precision="tf32"), expected)
+    gradients = cupyflash.attention_backward(x.dout, *x.qkv, expected, lse)
+    again = cupyflash.attention_backward(x.dout, *x.qkv, expected, lse, precision="tf32")
+    assert all(map(tools.same_bits, gradients[:3], again[:3]))
+
+
+@pytest.mark.parametrize("dtype", precise.ITEM)
+@pytest.mark.parametrize("name", ["softcap", "alibi_slopes", "sink", "dropout", "block_mask", "score_mod", "mask_mod"])
+def test_options_of_narrow_dtypes(name, dtype):
+    """As if the arrays were CuPy's."""
+    q, k, v = wide(dtype)
+    kind = {"score_mod": cupyflash.ScoreMod, "mask_mod": cupyflash.MaskMod}.get(name)
+    functions = {"score_mod": None, "mask_mod": None} | ({name: kind(lambda *places: places[-1])} if kind else {})
+    given = {"softcap": {"softcap": 2.0}, "dropout": {"dropout": 0.5}, "block_mask": {"block_mask": BLOCKS.layout}}
+    options = checks.options(False, None, None, mods=checks.mods(**functions), **given.get(name, {}))
+    arrays = {name: np.ones(4, dtype)} if name in ("alibi_slopes", "sink") else {}
+    with pytest.raises(
+        NotImplementedError, match=f"{name} is given and q has dtype {dtype}; .* GPU: float16, bfloat16"
+    ):
+        checks.forward(True, options, q=q, k=k, v=v, **arrays)
+    assert checks.forward(False, options, q=q, k=k, v=v, **arrays).dtype == dtype
+
+
+# --- How exact they are
+
+
+def test_float32_is_not_rounded(precise):
+    """triton-lang/triton#1671: the size of error that the reporter asked for; 8e-15 of it in float64."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (precise.array(rng.standard_normal((1, 128, 1, 32))) for _ in range(4))
+    results = check(precise, q, k, v, dout, causal=True)
+    right = tools.expectation(precise, q, k, v, dout, causal=True)
+    for name, most in (("out", 2e-6), ("dq", 1e-5), ("dk", 1e-5), ("dv", 1e-5)):
+        tools.assert_close(name, precise.host(results[name]), right[name][0], most * precise.eps / 1.2e-7)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("factor", [1, 3])
+def test_long(precise, head_dim, factor):
+    """Sums of 4096 terms: tensor cores that cut them off would drift to zero."""
+    x = inputs(precise, 4096, batch=1, heads_q=1, head_dim=head_dim, factor=factor)
+    results = check(precise, *x.qkv, x.dout, x.dlse)
+    right = tools.expectation(precise, *x.qkv, x.dout, x.dlse)
+    for name in ("out", "dv"):
+        error = precise.host(results[name]) - right[name][0]
+        assert abs(error.mean()) < 2 * error.std(), f"{name} drifts"  # 11 times where sums go on in tensor cores
+
+
+def test_tf32(precise):
+    """One product: the error is that of factors with 11 bits, as float16 has, and no longer that of float32."""
+    if precise.dtype_name != "float32":
+        pytest.skip("of float32 alone")
+    x = inputs(precise, 300, 400, heads_q=4, heads_k=2, head_dim=128)
+    exact = tools.expectation(precise, *x.qkv, x.dout, causal=True)
+    with np.errstate(all="ignore"):
+        arrays = [precise.host(array) for array in (*x.qkv, x.dout)]
+    rough = tools.yardstick(tools.DTYPES["float16"], *arrays, causal=True)
+    out, lse = cupyflash.attention(*x.qkv, causal=True, return_lse=True, precision="tf32")
+    gradients = cupyflash.attention_backward(x.dout, *x.qkv, out, lse, causal=True, precision="tf32")
+    results = {"out": out} | tools.named(gradients)
+    for name, result in results.items():
+        error = np.abs(precise.host(result) - exact[name][0]).max()
+        of_factors = np.abs(exact[name][0]).max() * 2.0**-11  # those of the scores, which no float16 rounds
+        assert exact[name][1] < error <= rough[name][1] + 16 * of_factors, name
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (3, 2), "scale": -0.7}], ids=str)
+def test_finite_differences(precise, options):
+    """Of a loss of out and lse, in float64: the gradients are those of the very forward that runs."""
+    if precise.dtype_name != "float64":
+        pytest.skip("differences of float32 are too coarse")
+    x = inputs(precise, 9, 11, heads_q=4, heads_k=2, head_dim=8, head_dim_v=5, batch=1)
+    arrays = dict(zip("qkv", x.qkv))
+
+    def loss():
+        out, lse = cupyflash.attention(*arrays.values(), return_lse=True, **options)
+        return float((out * x.dout).sum() + (lse * x.dlse).sum())
+
+    out, lse = cupyflash.attention(*arrays.values(), return_lse=True, **options)
+    gradients = cupyflash.attention_backward(x.dout, *arrays.values(), out, lse, dlse=x.dlse, **options)
+    step, rng = 2.0**-17, np.random.default_rng(0)
+    for name, gradient in zip("qkv", gradients):
+        original = arrays[name]
+        for seed in range(3):
+            way = precise.array(rng.standard_normal(original.shape))
+            losses = []
+            for sign in (-1, 1):
+                arrays[name] = original + sign * step * way
+                losses.append(loss())
+            arrays[name] = original
+            slope, expected = (losses[1] - losses[0]) / (2 * step), float((gradient * way).sum())
+            assert abs(slope - expected) <= 1e-7 * max(1, abs(expected)), (name, seed)
+
+
+# --- Shapes and layouts
+
+
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 128), (192, 128), (128, 64), (40, 72), (1, 256), (256, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_value_head_dim(precise, head_dim, head_dim_v, causal):
+    x = inputs(precise, 150, 165, heads_q=4, heads_k=2, batch=1, head_dim=head_dim, head_dim_v=head_dim_v)
+    check(precise, *x.qkv, x.dout, x.dlse, causal=causal)
+
+
+@pytest.mark.parametrize("first", range(1, 257, 32))
+def test_head_dims(precise, first):
+    """NaN stands in memory next to the rows."""
+    for head_dim in range(first, first + 32, 5):
+        seqlen_q, seqlen_k = (min(n, 203) for n in tools.LENGTH_PAIRS[head_dim % len(tools.LENGTH_PAIRS)])
+        x = inputs(precise, seqlen_q, seqlen_k, batch=1, head_dim=head_dim, seed=head_dim)
+        arrays = [laid_out(precise, array, tools.Layout(padding=head_dim % 3)) for array in (*x.qkv, x.dout)]
+        check(precise, *arrays, causal=head_dim % 2 == 0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts(precise, layout):
+    x = inputs(precise, 70, 65, heads_q=4, heads_k=2)
+    q, k, v, dout = (laid_out(precise, array, layout) for array in (*x.qkv, x.dout))
+    check(precise, q, k, v, dout, x.dlse, causal=True)
+
+
+@pytest.mark.parametrize("heads_q, heads_k", [(5, 1), (6, 3), (28, 4)])
+def test_groups_of_heads(precise, heads_q, heads_k):
+    x = inputs(precise, 33, 40, heads_q=heads_q, heads_k=heads_k)
+    check(precise, *x.qkv, x.dout, x.dlse, window=(7, 2))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30)}], ids=str)
+def test_repeated(precise, options, head_dim):
+    """Whether it is asked for or not, the same call gives the same bits."""
+    x = inputs(precise, 600, heads_q=4, heads_k=2, head_dim=head_dim)
+    first = None
+    for deterministic in (False, True) * 5:
+        out, lse = cupyflash.attention(*x.qkv, return_lse=True, **options)
+        gradients = cupyflash.attention_backward(
+            x.dout, *x.qkv, out, lse, dlse=x.dlse, deterministic=deterministic, **options
+        )
+        results = (out, lse, *gradients[:3])
+        first = first or results
+        assert all(map(tools.same_bits, results, first))
+        precise.poison()
