@@ -60,11 +60,11 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   const uint32 index = gridDim.x - 1 - blockIdx.x;  // what the next kernel begins with is touched last
   const int first_head = index % head_groups * kHeads;
   constexpr TileKind kRows = kSpec.packed ? kStatistics : kBlocks;
-  const auto [sequence, first_row] = find_rows<kSpec.varlen, kRows>(p.sizes, p.segments, index / head_groups);
+  const auto [sequence, block] = find_rows<kSpec.varlen, kRows>(p.sizes, p.segments, index / head_groups);
   if (kSpec.varlen && sequence < 0) return;
   const auto at = place_of<kSpec.varlen>(p.sizes, p.segments, sequence);
   const Sizes& s = sizes_in(p.sizes, at);
-  const int batch = at.q();
+  const int batch = at.q(), first_row = 16 * block;
 
   const int lane = threadIdx.x % kLanes, place = threadIdx.x / kLanes % kHeads, in_row = threadIdx.x / 64;
   const int head = first_head + place, col = 8 * lane;
@@ -88,14 +88,14 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   }
 
   const int q_blocks = (s.seqlen_q + 15) / 16;
-  if (p.dq_sum != nullptr && first_row / 16 < q_blocks) {
+  if (p.dq_sum != nullptr && block < q_blocks) {
     constexpr int kBlock = 4 * kSpec.head_dim;  // of 16 bytes
 #pragma unroll
     for (int first = 0; first < kHeads * kBlock; first += 256) {
       const int i = first + threadIdx.x;
-      const int64 block = at.block(s, first_head + i / kBlock) + first_row / 16;
+      const int64 of_all = at.block(s, first_head + i / kBlock) + block;
       if (i < kHeads * kBlock && first_head + i / kBlock < s.heads_q)
-        reinterpret_cast<float4*>(p.dq_sum)[block * kBlock + i % kBlock] = {};
+        reinterpret_cast<float4*>(p.dq_sum)[of_all * kBlock + i % kBlock] = {};
     }
   }
 
@@ -130,13 +130,13 @@ __global__ void __launch_bounds__(256) finish_backward(const __grid_constant__ B
   // The last first: they may still be in L2.
   const int64 index = int64(gridDim.x - 1 - blockIdx.x) * 8 + warp_index();
   const int part = index % kParts, head = index / kParts % p.sizes.heads_q;
-  const auto [sequence, first_row] =
+  const auto [sequence, block] =
       find_rows<kSpec.varlen, kBlocks>(p.sizes, p.segments, index / kParts / p.sizes.heads_q);
   if (kSpec.varlen ? sequence < 0 : sequence >= p.sizes.batch) return;
   const auto place = place_of<kSpec.varlen>(p.sizes, p.segments, sequence);
   const Sizes& s = sizes_in(p.sizes, place);
-  const float4* const sum = reinterpret_cast<const float4*>(p.dq_sum) +
-                            ((place.block(s, head) + first_row / 16) * kParts + part) * (4 * kCols);
+  const float4* const sum =
+      reinterpret_cast<const float4*>(p.dq_sum) + ((place.block(s, head) + block) * kParts + part) * (4 * kCols);
   Accumulator<kCols> dq;
 #pragma unroll
   for (int j = 0; j < kCols / 8; ++j) {
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(256) finish_backward(const __grid_constant__ B
     dq.x[j][0] = x.x, dq.x[j][1] = x.y, dq.x[j][2] = x.z, dq.x[j][3] = x.w;
   }
   dq.scale_rows(s.scale, s.scale);
-  store<T, kSpec.access>(dq, head_of(p.dq, place.q(), head, s.seqlen_q, s.head_dim), first_row, kCols * part);
+  store<T, kSpec.access>(dq, head_of(p.dq, place.q(), head, s.seqlen_q, s.head_dim), 16 * block, kCols * part);
 }
 
 }  // namespace cupyflash

@@ -2,6 +2,7 @@
 // batches have one length, gets the same from the sizes of the call, by the same names.
 #pragma once
 
+#include "core/band.cuh"
 #include "core/work.cuh"
 
 namespace cupyflash {
@@ -77,14 +78,17 @@ __device__ __forceinline__ Place<kVarlen> place_of(const Sizes& s, const Segment
     return {batch};
 }
 
-// The sizes of a place. Through a reference in a struct the compiler arranges the code of dense kernels otherwise.
+// The sizes and the band of a place. Dense kernels have those of the call, with the instructions that they would have
+// without places: through a reference in a struct, or made anew, the compiler arranges the code otherwise.
 __device__ __forceinline__ const Sizes& sizes_in(const Sizes& all, const Place<false>&) { return all; }
 __device__ __forceinline__ const Sizes& sizes_in(const Sizes&, const Place<true>& place) { return place.sizes; }
+__device__ __forceinline__ const Band& band_in(const Band& all, const Place<false>&) { return all; }
+__device__ __forceinline__ Band band_in(const Band&, const Place<true>& place) { return Band(place.sizes); }
 
-// The first row of block `index` of 16 rows, which are counted from tile to tile of kKind through all batches, and its
-// batch; -1 where there is none.
+// The batch of block `index` of 16 rows, which are counted from tile to tile of kKind through all batches, -1 where
+// there is none; and its number there.
 struct RowBlock {
-  int batch, first_row;
+  int batch, block;
 };
 template <bool kVarlen, TileKind kKind, class Index>
 __device__ __forceinline__ RowBlock find_rows(const Sizes& s, const Segments& segments, Index index) {
@@ -93,10 +97,10 @@ __device__ __forceinline__ RowBlock find_rows(const Sizes& s, const Segments& se
     const Index tile = index / kPart;
     if (tile >= segments.runs(kKind)) return {-1, 0};
     const int batch = segments.sequence(kKind, tile);
-    return {batch, int(tile - segments.all()[batch].first[kKind]) * kRows + int(index % kPart) * 16};
+    return {batch, int(tile - segments.all()[batch].first[kKind]) * kPart + int(index % kPart)};
   } else {
     const int blocks = (kKind == kStatistics ? statistic_rows(s.seqlen_q) : s.seqlen_q + 15) / 16;
-    return {int(index / blocks), int(index % blocks) * 16};
+    return {int(index / blocks), int(index % blocks)};
   }
 }
 

@@ -297,6 +297,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     for (int t = 0; t < kDqRows / 16; ++t) dq[t].clear();
     product<T, kBlockK / 16>(dq, LeftTransposed(ds_tile, dq_row), Right(k_tile, dq_col));
 
+    const int64 first_block = place.block(s, head);
     const auto turn = [&] {
       return p.turn + 1 +
              (kSpec.varlen ? place.block(s, opaque(head)) : (int64(work.batch) * s.heads_q + opaque(head)) * q_tiles) +
@@ -311,7 +312,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
     for (int t = 0; t < kDqRows / 16; ++t) {
       const int block = (first_query + dq_row) / 16 + t;
-      float* target = p.dq_sum + ((place.block(s, head) + block) * (kDim / 8) + dq_col / 8) * 128 + 4 * lane_index();
+      float* target = p.dq_sum + ((first_block + block) * (kDim / 8) + dq_col / 8) * 128 + 4 * lane_index();
       if (block < q_blocks) {
 #pragma unroll
         for (int j = 0; j < kDqCols / 8; ++j) reduce_add(target + 128 * j, dq[t].x[j]);

@@ -179,7 +179,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const float4 four = Change::kDerived && !kReadsAhead ? statistics(0)[8 * (j / 2)] : lse[j / 2];
       return j % 2 ? i % 2 ? four.w : four.z : i % 2 ? four.y : four.x;
     };
-    const auto visible = [&](int key) { return tiles.key_tile().band(s).queries(key); };
+    const auto visible = [&](int key) {
+      if constexpr (kSpec.varlen) return tiles.key_tile().band().queries(key);
+      return Band(s).queries(key);
+    };
     Weights<kBlockQ> weights;
     if constexpr (Change::kAny || TileLogits::kAny) {
       const Slant slant = change.slant(

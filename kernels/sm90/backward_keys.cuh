@@ -242,6 +242,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   __syncthreads();
 
   const Sizes& s = p.sizes;
+  const Band band(s);
   using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   static_assert(!Change::kModded || !kSpec.blocks && !TileLogits::kAny, "no registers are left for both");
@@ -252,8 +253,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   const auto find_place = [&] { return place_of<kSpec.varlen>(s, p.segments, works.work.batch); };
   const auto tiles_of_work = [&](const Where& place) {  // of queries, in each head of the group
     const int first_key = works.work.tile * kTile;
-    return query_tiles_of(Band(sizes_in(s, place)),
-                          {first_key, min(first_key + kTile, sizes_in(s, place).seqlen_k) - 1}, kTile);
+    return query_tiles_of(band_in(band, place), {first_key, min(first_key + kTile, sizes_in(s, place).seqlen_k) - 1},
+                          kTile);
   };
   const auto shown_to = [&](Range tiles) {
     const Work& work = works.work;
@@ -318,9 +319,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     for (; works.left(); works.next()) {
       const Work& work = works.work;
       const Where place = find_place();
-      const Band band(sizes_in(s, place));
+      const Band& its_band = band_in(band, place);
       const int first_key = work.tile * kTile;
-      const Range tiles = tiles_of_work(place), seen_by_all = queries_of_all(band, {first_key, first_key + kTile - 1});
+      const Range tiles = tiles_of_work(place),
+                  seen_by_all = queries_of_all(its_band, {first_key, first_key + kTile - 1});
       Accumulator<kSpec.head_dim_v> dv;
       dv.clear();
       int tile = tiles.first, head = work.head * s.group;
@@ -333,7 +335,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         }
         const int first_query = tile * kTile;
         const bool masked = first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last;
-        const auto visible = [&](int key) { return band.queries(key); };
+        const auto visible = [&](int key) { return its_band.queries(key); };
         const auto lse_of = [&](int j) {
           return *reinterpret_cast<const float2*>(queries.statistic() + 8 * j + prob.col());
         };

@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 
   Sizes s = p.sizes;
   if constexpr (!kSpec.varlen) s.section *= s.group;  // counts query heads here
+  const Band band(s);
   using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         uint32 count = 0;
         for (; works.left(); works.next()) {
           const Work& work = works.work;
-          const Range tiles = tiles_of(Band(s), work.tile * kBlockQ, kBlockQ, kBlockK);
+          const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
 #pragma unroll 1
           for (int tile = tiles.first; tile <= tiles.last; ++tile, ++count)
 #pragma unroll
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const Work& work = works.work;
       const Where place = find_place();
       const int first_query = work.tile * kBlockQ, head_k = work.head / s.group;
-      const Range tiles = tiles_of(Band(sizes_in(s, place)), first_query, kBlockQ, kBlockK);
+      const Range tiles = tiles_of(band_in(band, place), first_query, kBlockQ, kBlockK);
       const auto shown = shown_to(work);
       const int first_tile = shown.up(tiles.first, tiles.last);
       if (tiles.last < first_tile) continue;
@@ -149,10 +150,11 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   const auto dropping = [&] { return Dropping{p.dropout, works.work.batch, works.work.head}; };
   const auto exponentiate = [&](const Where& place, int tile) {  // S -> P
     const int first_key = tile * kBlockK;
-    const Band band(sizes_in(s, place));
-    const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, sizes_in(s, place).seqlen_q) - 1});
+    const Band& its_band = band_in(band, place);
+    const Range seen_by_all =
+        keys_of_all(its_band, {first_query, min(first_query + 64, sizes_in(s, place).seqlen_q) - 1});
     const bool masked = first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last;
-    const auto visible = [&](int row) { return band.keys(row); };
+    const auto visible = [&](int row) { return its_band.keys(row); };
     if constexpr (Change::kAny || GroupLogits::kAny) {
       const auto row_of = [&](const LogitMap& array) { return [&](int r) { return (warp_row + r) * array.row; }; };
       const Slant slant = change.slant(
@@ -218,7 +220,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     const Work& work = works.work;
     const Where place = find_place();
     first_query = work.tile * kBlockQ + 64 * warpgroup;
-    const Range tiles = tiles_of(Band(sizes_in(s, place)), work.tile * kBlockQ, kBlockQ, kBlockK);
+    const Range tiles = tiles_of(band_in(band, place), work.tile * kBlockQ, kBlockQ, kBlockK);
     dq.clear();
     slope = change.slope(work.batch, work.head);
 #pragma unroll

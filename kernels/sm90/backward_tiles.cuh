@@ -34,7 +34,6 @@ struct KeyTile {
   __device__ __forceinline__ void set(int key, int of_head, const Place<false>& place) {
     first_key = key, head = of_head, batch = place.batch;
   }
-  __device__ __forceinline__ Band band(const Sizes& s) const { return Band(s); }
   __device__ __forceinline__ int seqlen_k(const Sizes& s) const { return s.seqlen_k; }
 };
 template <>
@@ -47,7 +46,7 @@ struct KeyTile<true> {
     low = place.sizes.low, high = place.sizes.high;
     length_q = place.sizes.seqlen_q, length_k = place.sizes.seqlen_k;
   }
-  __device__ __forceinline__ Band band(const Sizes&) const { return {low, high, length_q, length_k}; }
+  __device__ __forceinline__ Band band() const { return {low, high, length_q, length_k}; }
   __device__ __forceinline__ int seqlen_k(const Sizes&) const { return length_k; }
 };
 

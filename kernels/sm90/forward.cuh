@@ -84,6 +84,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     __syncthreads();
 
   const Sizes& s = p.sizes;
+  const Band band(s);
   using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
@@ -106,7 +107,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       for (; works.left(); works.next()) {
         const Work& work = works.work;
         const Where place = find_place();
-        const Range tiles = tiles_of(Band(sizes_in(s, place)), work.tile * block_q, block_q, kBlockK);
+        const Range tiles = tiles_of(band_in(band, place), work.tile * block_q, block_q, kBlockK);
         const int head_q = head_of_q(work), head_k = head_q / s.group;
         const auto load_q = [&] {
 #pragma unroll 1
@@ -163,7 +164,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     } else if (GroupLogits::kAny && copier == 2 && lane_index() == 0) {
       if constexpr (kSpec.bias != kNoBias) prefetch_map(p.bias.map);
       if constexpr (kSpec.mask) prefetch_map(p.mask.map);
-      const Band band(s);
       uint32 counts[kGroups] = {};
       for (; works.left(); works.next()) {
         const Work& work = works.work;
@@ -257,7 +257,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     }
     if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
       scores[0].hide(warp_row, first_key, -kInfinity,
-                     [&](int row) { return Band(sizes_in(s, place)).keys(query_of(row)); });
+                     [&](int row) { return band_in(band, place).keys(query_of(row)); });
     if constexpr (kSpec.mask) {
       auto shown = logits.row_mask(row_of(p.mask));
 #pragma unroll
@@ -323,14 +323,14 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   while (works.left()) {
     const Work work = works.work;
     const Where place = find_place();
-    const Band band(sizes_in(s, place));
+    const Band& its_band = band_in(band, place);
     const int seqlen_q = sizes_in(s, place).seqlen_q;
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
-    seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, seqlen_q) - 1});
-    const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
+    seen_by_all = keys_of_all(its_band, {first_query, min(first_query + queries, seqlen_q) - 1});
+    const Range tiles = tiles_of(its_band, work.tile * block_q, block_q, kBlockK);
     // With a block mask all groups compute what one of them sees: it shows them the same.
     const Range own = kSpec.blocks || first_query < seqlen_q
-                          ? tiles_of(band, kSpec.blocks ? work.tile * block_q : first_query,
+                          ? tiles_of(its_band, kSpec.blocks ? work.tile * block_q : first_query,
                                      kSpec.blocks ? block_q : queries, kBlockK)
                           : Range{0, -1};
     const auto shown = shown_to(work);
