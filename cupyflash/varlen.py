@@ -86,12 +86,16 @@ def attention_varlen(
     See Also
     --------
     attention_varlen_backward : The gradients.
-    attention : What holds here as well: masks, order of the options, NaN, dtypes, devices.
+    attention : What holds here as well: masks, order of the options, NaN, devices.
     padding.pack : Pack the rows that a mask shows.
 
     Notes
     -----
-    There is no ``bias`` and no ``mask``: their shape would be that of one sequence.
+    There is no ``bias``, ``mask`` and ``block_mask``: their shape would be that of one sequence. ``score_mod``,
+    ``mask_mod`` and ``precision`` are those of `attention` alone.
+
+    *Dtypes.* On a GPU float16 and bfloat16: float32 and float64 are a NotImplementedError there. On the host, all of
+    `attention`.
 
     *NaN and infinity.* Nothing in one sequence, or in rows of no sequence, reaches the results of another.
 

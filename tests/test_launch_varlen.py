@@ -274,6 +274,19 @@ def test_nothing_is_launched(gpu):  # noqa: F811
             assert backward is None or not any(arrays[name].any() for name in ("dq", "dk", "dv"))
 
 
+@pytest.mark.parametrize("gpu", ["8.6", "9.0"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_wide_dtypes(gpu, dtype):  # noqa: F811
+    q = array((70, 4, 64), np.dtype(dtype))
+    indices = {f"cu_seqlens_{side}": array((2,), np.int32) for side in "qk"}
+    with pytest.raises(NotImplementedError, match=f"cu_seqlens_q is given and q has dtype {dtype}; allowed with it"):
+        cupyflash.attention_varlen(q, q, q, **indices)
+    lse = array((4, 70), np.dtype(dtype))
+    with pytest.raises(NotImplementedError, match=f"cu_seqlens_q is given and q has dtype {dtype}; allowed with it"):
+        cupyflash.attention_varlen_backward(q, q, q, q, q, lse, **indices)
+    assert not gpu.launched and not gpu.temporaries
+
+
 def test_pairs_of_long_causal_sequences():
     problem = cupyflash.problem.Problem("bfloat16", 2, 8000, 8000, 4, 2, 64, 64, 1.0, right=0, varlen="lower_right")
     tiles_of = cupyflash.launch_varlen.Tiles.in_runs
