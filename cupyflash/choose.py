@@ -76,6 +76,7 @@ FORWARD_DROPPED = {
     96: ((128, 48, 4, 4, 2, 2, False),),
     128: ((64, 64, 4, 4, 2, 2, False), (64, 64, 4, 4, 1, 2, False)),
 }
+FORWARD_PACKED = FORWARD_DROPPED | {256: ((64, 32, 4, 4, 1, 2, False),)}  # and for packed sequences
 
 # The same for these and a block mask, whose tiles must divide its own.
 FORWARD_DROPPED_BLOCKS = FORWARD_DROPPED | {96: ((128, 32, 4, 4, 2, 2, False),)}
@@ -192,6 +193,12 @@ BACKWARD_LOGITS = {
     64: ((32, 64, 4, 4, 4, 2, 2, 2),),
     96: ((64, 64, 8, 4, 2, 2, 1, 1),),
     192: ((32, 64, 8, 4, 2, 2, 2, 1),),
+}
+# And packed sequences: of wide heads always, of others with a changed score and dropout.
+BACKWARD_PACKED = BACKWARD_SPARE | {
+    64: ((32, 64, 4, 4, 4, 2, 2, 2),),
+    192: ((32, 64, 8, 4, 2, 2, 2, 1),),
+    256: ((32, 64, 8, 4, 2, 2, 1, 1),),
 }
 BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 
@@ -358,8 +365,9 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
         first = FORWARD_LOGITS | FORWARD_MIXED if problem.mods else FORWARD_LOGITS
     elif problem.mods or problem.varlen or any(_change(problem)):
         first = FORWARD_CHANGED
-        if problem.dropout or problem.mods:
-            first = FORWARD_DROPPED_BLOCKS if problem.blocks else FORWARD_DROPPED
+        if problem.dropout or problem.mods or problem.varlen and access < 16:
+            packed = FORWARD_PACKED if problem.varlen else FORWARD_DROPPED
+            first = FORWARD_DROPPED_BLOCKS if problem.blocks else packed
     else:
         first = {} if float32_out or access < 16 or capability >= 100 or problem.blocks else FORWARD_PLAIN
     spec = fitting(FORWARD, first, make, max(d, dv), shared_limit, problem.blocks)
@@ -430,8 +438,10 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     changed = problem.mods is not None or any(_change(problem))
     with_options = changed or reads(problem) or problem.blocks
     plain = not (deterministic or access < 16 or capability >= 100 or with_options)
-    spare = problem.dropout or problem.mods or (access < 16 or problem.varlen) and changed
+    spare = problem.dropout or problem.mods or access < 16 and changed
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
+    if problem.varlen and (changed or max(d, dv) > 192):
+        first = BACKWARD_PACKED
     if problem.blocks:
         first = BACKWARD_SPARE | BACKWARD_BLOCKS
     if problem.mods and problem.mods.reads:

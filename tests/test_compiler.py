@@ -533,6 +533,16 @@ def test_variants_compile_without_spills(arch):
         assert tuple(found[0][opcode] for opcode in HGMMA) == group_products(variant), f"{about} multiplies elsewhere"
 
 
+PACKED_WITH_FEW_REGISTERS = (
+    (64, 16, True, {"softcap": 5.0, "alibi": True}),
+    (64, 2, False, {"softcap": 5.0, "alibi": True, "dropout": 0.5}),
+    (96, 2, False, {"alibi": True}),
+    (192, 2, False, {"alibi": True}),
+    (256, 16, False, {}),
+    (256, 16, False, {"softcap": 5.0, "alibi": True, "dropout": 0.5}),
+)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_packed_sequences_fit(arch):
@@ -544,15 +554,17 @@ def test_packed_sequences_fit(arch):
         before = choose.before_backward(main, False, 16)
         variants = [choose.forward(problem, 16, False, LIMIT), choose.forward(small, 2, False, LIMIT), main]
         variants += [before, choose.after_backward(main), choose.sink_gradient(before), choose.segments(main)]
+        for head_dim, access, deterministic, options in PACKED_WITH_FEW_REGISTERS:
+            tight = dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim, **options)
+            variants += [choose.forward(tight, access, False, LIMIT)]
+            variants += [choose.backward(tight, access, deterministic, LIMIT)]
     else:
         main = choose.hopper_backward(problem, 16, False)
         before = choose.before_backward(main, False, 16)
         variants = [choose.hopper_forward(one, 16, False) for one in (problem, small)]
         variants += [main, choose.hopper_backward(small, 16, True), before, choose.sink_gradient(before)]
         variants += choose.hopper_split_backward(problem, 16)
-    with ThreadPoolExecutor(2) as pool:
-        for report in pool.map(lambda v: compiler.compile_offline(v, arch), variants):
-            assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
+    assert_fits(variants, arch)
 
 
 @needs_nvrtc
