@@ -194,9 +194,11 @@ BACKWARD_LOGITS = {
     96: ((64, 64, 8, 4, 2, 2, 1, 1),),
     192: ((32, 64, 8, 4, 2, 2, 2, 1),),
 }
-# And packed sequences: of wide heads always, of others with a changed score and dropout.
+# And packed sequences: of wide heads and on Turing always, else with a changed score and dropout.
 BACKWARD_PACKED = BACKWARD_SPARE | {
     64: ((32, 64, 4, 4, 4, 2, 2, 2),),
+    96: (*BACKWARD_SPARE[96], (32, 32, 4, 2, 2, 2, 1, 1)),
+    128: (*BACKWARD_SPARE[128], (32, 32, 4, 2, 2, 2, 1, 1)),
     192: ((32, 64, 8, 4, 2, 2, 2, 1),),
     256: ((32, 64, 8, 4, 2, 2, 1, 1), (32, 32, 4, 2, 1, 2, 1, 1)),
 }
@@ -440,7 +442,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     plain = not (deterministic or access < 16 or capability >= 100 or with_options)
     spare = problem.dropout or problem.mods or access < 16 and changed
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
-    if problem.varlen and (changed or max(d, dv) > 192):
+    if problem.varlen and (changed or max(d, dv) > 192 or capability < 80):
         first = BACKWARD_PACKED
     if problem.blocks:
         first = BACKWARD_SPARE | BACKWARD_BLOCKS
