@@ -214,10 +214,10 @@ def given(problem) -> Problem:
 
 
 def forward(
-    gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bias=None, mask=None, **captured
+    gpu, options, *, q, k, v, out=None, alibi_slopes=None, sink=None, bias=None, mask=None, sequences=None, **captured
 ) -> Problem:
-    """Problem of a forward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, captured, q=q, k=k, v=v)
+    """Problem of a forward call of NumPy arrays, or of CuPy arrays when `gpu`; `sequences`: how many are packed."""
+    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, captured, q=q, k=k, v=v, sequences=sequences)
     if out is not None:
         _check_out(problem, q, out)
         if _overlaps_itself(out):
@@ -225,29 +225,59 @@ def forward(
                 f"out has shape {out.shape} and strides {out.strides}: its elements overlap or interleave;"
                 " allowed: each element in memory of its own"
             )
-    return problem
+    return problem if sequences is None else packed(problem, options, sequences)
 
 
 def backward(
-    gpu, options, *, dout, q, k, v, out, lse, dlse=None, alibi_slopes=None, sink=None, bias=None, mask=None, **captured
+    gpu,
+    options,
+    *,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dlse=None,
+    alibi_slopes=None,
+    sink=None,
+    bias=None,
+    mask=None,
+    sequences=None,
+    **captured,
 ) -> Problem:
-    """Problem of a backward call of NumPy arrays, or of CuPy arrays when `gpu`."""
-    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, captured, q=q, k=k, v=v, dout=dout)
+    """Problem of a backward call of NumPy arrays, or of CuPy arrays when `gpu`; `sequences`: how many are packed."""
+    arrays = {"q": q, "k": k, "v": v, "dout": dout}
+    problem = _problem(gpu, options, alibi_slopes, sink, bias, mask, captured, **arrays, sequences=sequences)
     _check_out(problem, q, out)
     _check_shape("dout", dout, out.shape, "that of out")
     for name, x in (("lse", lse), ("dlse", dlse)):
         if x is not None:
             _check_lse(problem.dtype, name, x, (*q.shape[:-3], problem.heads_q, problem.seqlen_q))
-    return problem
+    return problem if sequences is None else packed(problem, options, sequences)
 
 
-def _problem(gpu, options, slopes, sink, bias, mask, captured, *, q, k, v, **more):
+def packed(problem, options, batch) -> Problem:
+    """The same of so many packed sequences, from that of all their rows as one."""
+    longest = max(problem.seqlen_q, problem.seqlen_k)
+    left, right = (None if side is None or side >= longest else side for side in (options.left, options.right))
+    return replace(problem, batch=batch, varlen=options.corner, diagonal=0, left=left, right=right)
+
+
+def segment(problem, seqlen_q, seqlen_k) -> Problem:
+    """The dense problem of one of packed sequences."""
+    options = Options(problem.varlen, problem.left, problem.right)
+    band = dict(zip(("diagonal", "left", "right"), _band(options, seqlen_q, seqlen_k, problem.alibi)))
+    return replace(problem, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k, varlen=None, **band)
+
+
+def _problem(gpu, options, slopes, sink, bias, mask, captured, *, q, k, v, sequences=None, **more):
     arrays = {"q": q, "k": k, "v": v, **more}
     _check_dtypes(arrays)
     dtype = DTYPES[q.dtype]
     if options.precision and dtype != "float32":
         raise ValueError(f"precision is '{options.precision}' and q has dtype {dtype}; allowed: None, 'highest'")
-    _check_axes(arrays)
+    _check_axes(arrays, sequences is not None)
     *batch, seqlen_q, heads_q, head_dim = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[-3:]
     if k.shape[:-1] != v.shape[:-1]:
@@ -270,7 +300,7 @@ def _problem(gpu, options, slopes, sink, bias, mask, captured, *, q, k, v, **mor
             f"q has seqlen {seqlen_q} and k has seqlen {seqlen_k}; allowed: less than {MAX_SEQLENS} together"
         )
     if slopes is not None:
-        _check_slopes(dtype, slopes, (*batch, heads_q))
+        _check_slopes(dtype, slopes, (*(batch if sequences is None else [sequences]), heads_q))
     if sink is not None:
         _check_lse_dtype(dtype, "sink", sink)
         _check_shape("sink", sink, (heads_q,), "(heads_q,)")
@@ -291,10 +321,10 @@ def _problem(gpu, options, slopes, sink, bias, mask, captured, *, q, k, v, **mor
                 "BlockMask.from_mask(mask & block_mask.dense(seqlen_q, seqlen_k))"
             )
     if options.dropout:
-        counted(**dict(zip(("batch",), batch)), heads=heads_q)
+        counted(**dict(zip(("batch",), batch if sequences is None else [sequences])), heads=heads_q)
     if gpu and q.itemsize > 2:
         given = {"softcap": options.softcap, "alibi_slopes": slopes, "sink": sink, "bias": bias, "mask": mask}
-        given |= {"block_mask": options.block_mask, "dropout": options.dropout or None}
+        given |= {"block_mask": options.block_mask, "dropout": options.dropout or None, "cu_seqlens_q": sequences}
         if options.mods is not None:
             given |= {"score_mod": options.mods.score, "mask_mod": options.mods.mask}
         for name in (name for name, value in given.items() if value is not None):
@@ -498,13 +528,12 @@ def _check_dtypes(arrays):
         raise TypeError(f"{got}; allowed: {', '.join(DTYPES.values())}, the same for all")
 
 
-def _check_axes(arrays):
+def _check_axes(arrays, are_packed=False):
     first = next(iter(arrays.values()))
-    if first.ndim not in (3, 4) or any(x.ndim != first.ndim for x in arrays.values()):
+    if first.ndim not in ((3,) if are_packed else (3, 4)) or any(x.ndim != first.ndim for x in arrays.values()):
         got = ", ".join(f"{name} has shape {x.shape}" for name, x in arrays.items())
-        raise ValueError(
-            f"{got}; allowed: (batch, seqlen, heads, head_dim) for all, or (seqlen, heads, head_dim) for all"
-        )
+        dense = "(batch, seqlen, heads, head_dim) for all, or (seqlen, heads, head_dim) for all"
+        raise ValueError(f"{got}; allowed: " + ("(total, heads, head_dim) for all" if are_packed else dense))
 
 
 def _check_shape(name, x, shape, whose):

@@ -46,6 +46,7 @@ from .spec import (
     HopperQueriesSpec,
     ModGradientSpec,
     PrepareSpec,
+    SegmentsSpec,
     SinkSpec,
     Variant,
 )
@@ -77,6 +78,7 @@ FORWARD_DROPPED = {
     128: ((64, 64, 4, 4, 2, 2, False), (64, 64, 4, 4, 1, 2, False)),
 }
 FORWARD_WITH_BITS = FORWARD | {256: (*FORWARD[256], (64, 16, 4, 4, 1, 1, False))}  # of what is kept, beside 64 KiB
+FORWARD_PACKED = FORWARD_DROPPED | {256: ((64, 32, 4, 4, 1, 2, False),)}  # and for packed sequences
 
 # The same for these and a block mask, whose tiles must divide its own.
 FORWARD_DROPPED_BLOCKS = FORWARD_DROPPED | {96: ((128, 32, 4, 4, 2, 2, False),)}
@@ -201,6 +203,14 @@ BACKWARD_LOGITS = {
     64: ((32, 64, 4, 4, 4, 2, 2, 2),),
     96: ((64, 64, 8, 4, 2, 2, 1, 1),),
     192: ((32, 64, 8, 4, 2, 2, 2, 1),),
+}
+# And packed sequences: of wide heads and on Turing always, else with a changed score and dropout.
+BACKWARD_PACKED = BACKWARD_SPARE | {
+    64: ((32, 64, 4, 4, 4, 2, 2, 2),),
+    96: (*BACKWARD_SPARE[96], (32, 32, 4, 2, 2, 2, 1, 1)),
+    128: (*BACKWARD_SPARE[128], (32, 32, 4, 2, 2, 2, 1, 1)),
+    192: ((32, 64, 8, 4, 2, 2, 2, 1),),
+    256: ((32, 64, 8, 4, 2, 2, 1, 1), (32, 32, 4, 2, 1, 2, 1, 1)),
 }
 BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 
@@ -386,15 +396,16 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     def make(tiling):
         _, _, warps, out_warps_q, *_ = tiling
         columns = 16 * (warps // out_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), *_logits(problem), problem.blocks
+        more = *_change(problem), *_logits(problem), problem.blocks, bool(problem.varlen)
         return ForwardSpec(d, round_up(dv, columns), *tiling, float32_out, access, *more)
 
     if reads(problem):
         first = FORWARD_LOGITS | FORWARD_MIXED if problem.mods else FORWARD_LOGITS
-    elif problem.mods or any(_change(problem)):
+    elif problem.mods or problem.varlen or any(_change(problem)):
         first = FORWARD_CHANGED
-        if problem.dropout or problem.mods:
-            first = FORWARD_DROPPED_BLOCKS if problem.blocks else FORWARD_DROPPED
+        if problem.dropout or problem.mods or problem.varlen and access < 16:
+            packed = FORWARD_PACKED if problem.varlen else FORWARD_DROPPED
+            first = FORWARD_DROPPED_BLOCKS if problem.blocks else packed
     else:
         first = {} if float32_out or access < 16 or capability >= 100 or problem.blocks else FORWARD_PLAIN
     table = FORWARD_WITH_BITS if problem.dropout else FORWARD
@@ -416,9 +427,16 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         return table[min(limit for limit in table if limit >= max(d, dv))]
 
     def make(tiling, logit_slots=0):
-        able = access == 16 and not problem.dropout and not problem.blocks
+        able = access == 16 and not problem.dropout and not problem.blocks and not problem.varlen
         packed = able and _packing_pays(problem, tiling[1] * tiling[3])
-        more = *_change(problem), *_logits(problem), logit_slots, problem.blocks, _bounded(problem)
+        more = (
+            *_change(problem),
+            *_logits(problem),
+            logit_slots,
+            problem.blocks,
+            _bounded(problem),
+            bool(problem.varlen),
+        )
         return HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *more)
 
     changed = problem.mods is not None or any(_change(problem))
@@ -429,13 +447,14 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     elif problem.mods and problem.mods.reads:
         spec = make(row(HOPPER_FORWARD_READS))
     else:
-        at = 2 * problem.banded + (problem.seqlen_k > SHORT)
+        at = 2 * problem.banded + bool(problem.varlen or problem.seqlen_k > SHORT)
         spec = make(row(HOPPER_FORWARD)[at])
         both = problem.mods is not None and any(_change(problem))
-        if problem.dropout or both or changed and (spec.packed or access < 16):
-            spare = HOPPER_FORWARD_SPARE | (HOPPER_FORWARD_DROPPED if problem.dropout else {})
-            spare |= HOPPER_FORWARD_ALL if all(_change(problem)) else {}
-            spec = make(row(HOPPER_FORWARD | spare)[at])
+        spare = problem.dropout or both or changed and (spec.packed or access < 16 or problem.varlen)
+        if spare or problem.varlen and 64 < max(d, dv) <= 96:
+            tilings = HOPPER_FORWARD | HOPPER_FORWARD_SPARE | (HOPPER_FORWARD_DROPPED if problem.dropout else {})
+            tilings |= HOPPER_FORWARD_ALL if all(_change(problem)) else {}
+            spec = make(row(tilings)[at])
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
 
 
@@ -463,7 +482,7 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     def make(tiling):
         _, _, warps, _, grad_warps_k, dq_warps_q, *_ = tiling
         columns = 16 * max(warps // grad_warps_k, warps // dq_warps_q)  # every warp gets a whole number of mma columns
-        more = *_change(problem), *_logits(problem), problem.blocks
+        more = *_change(problem), *_logits(problem), problem.blocks, bool(problem.varlen)
         return BackwardSpec(round_up(d, columns), round_up(dv, columns), *tiling, deterministic, access, *more)
 
     changed = problem.mods is not None or any(_change(problem))
@@ -471,6 +490,8 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
     plain = not (deterministic or access < 16 or capability >= 100 or with_options)
     spare = problem.dropout or problem.mods or access < 16 and changed
     first = BACKWARD_SPARE if spare else BACKWARD_PLAIN if plain else {}
+    if problem.varlen and (changed or max(d, dv) > 192 or capability < 80):
+        first = BACKWARD_PACKED
     if problem.blocks:
         first = BACKWARD_SPARE | BACKWARD_BLOCKS
     if problem.dropout or problem.mods and problem.mods.reads:
@@ -497,7 +518,14 @@ def split(problem: Problem, deterministic: bool = False) -> bool:
         return True
     if width <= 64:
         return bool(problem.bias or problem.mods)
-    return problem.seqlen_k <= SPLIT and not problem.dropout
+    seqlen_k = problem.seqlen_k // problem.batch if problem.varlen else problem.seqlen_k  # of packed sequences the mean
+    return seqlen_k <= SPLIT and not problem.dropout
+
+
+def split_packed(problem: Problem, access: int, deterministic: bool) -> bool:
+    """The same of packed sequences, for which the one kernel has fewer registers; `access` is that of the gradients."""
+    in_order = deterministic and max(problem.head_dim, problem.head_dim_v) > 64
+    return split(problem, deterministic) or access < 16 or any(_change(problem)) or in_order
 
 
 def _mixes(problem: Problem) -> bool:
@@ -519,7 +547,8 @@ def forward_elsewhere(problem: Problem) -> bool:
 def backward_elsewhere(problem: Problem) -> bool:
     """Whether the backward must take the portable kernel: also where Hopper's have no registers left for its options,
     or no shared memory for its bias and mask. Beside those and functions of the user, dropout has neither the registers
-    to decide nor, in the one kernel, the warps: one copies the bias.
+    to decide nor, in the one kernel, the warps: one copies the bias. Packed sequences take registers
+    themselves.
     """
     width = max(problem.head_dim, problem.head_dim_v)
     if problem.mods:
@@ -527,7 +556,11 @@ def backward_elsewhere(problem: Problem) -> bool:
     elif reads(problem):
         widest = 128 if problem.bias == "float32" and problem.mask else HOPPER_READ
     else:
-        return _mixes(problem) or problem.dropout > 0 and width > HOPPER_DROPPED
+        changed = problem.softcap is not None or problem.alibi
+        wide = width > (128 if problem.varlen else HOPPER_DROPPED)
+        if problem.varlen and wide and changed:
+            return True
+        return _mixes(problem) or problem.dropout > 0 and (wide or problem.varlen and changed)
     return _mixes(problem) or problem.dropout > 0 or width > widest
 
 
@@ -542,7 +575,7 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
 
     def make(tiling, logit_slots=0):
-        more = *_change(problem), BIAS_TYPES.index(problem.bias), logit_slots, problem.blocks
+        more = *_change(problem), BIAS_TYPES.index(problem.bias), logit_slots, problem.blocks, bool(problem.varlen)
         return HopperBackwardSpec(d, dv, *tiling, deterministic, access, *more)
 
     spec = _with_logits(make, (HOPPER_BACKWARD[d],)) if reads(problem) else make(HOPPER_BACKWARD[d])
@@ -572,7 +605,8 @@ def hopper_split_backward(problem: Problem, access: int, dbias: bool = False) ->
 
     def make(kind, table):
         def of(tiling, logit_slots=0):
-            return kind(d, dv, *tiling, access, *_change(problem), *_logits(problem), logit_slots, problem.blocks)
+            more = *_logits(problem), logit_slots, problem.blocks, bool(problem.varlen)
+            return kind(d, dv, *tiling, access, *_change(problem), *more)
 
         return _with_logits(of, (table[width],)) if reads(problem) else of(table[width])
 
@@ -597,19 +631,26 @@ def stores_dbias(problem: Problem, shape: tuple) -> bool:
 def before_backward(main: Variant, float32_out: bool, access: int) -> Variant:
     """Return the kernel before `main`; `access` is that of dout and out."""
     packed = isinstance(main.spec, HopperBackwardSpec)
-    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, packed, float32_out, access)
+    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, packed, float32_out, access, main.spec.varlen)
     return Variant("any/around_backward.cuh", "prepare_backward", main.dtype, spec)
 
 
 def after_backward(main: Variant) -> Variant:
     """Return the kernel after `main`, where that left a sum of dq."""
-    spec = PrepareSpec(main.spec.head_dim, main.spec.head_dim_v, False, False, main.spec.access)
+    of_main = main.spec
+    spec = PrepareSpec(of_main.head_dim, of_main.head_dim_v, False, False, of_main.access, of_main.varlen)
     return Variant("any/around_backward.cuh", "finish_backward", main.dtype, spec)
 
 
 def sink_gradient(before: Variant) -> Variant:
     """Return the kernel of dsink, of what `before` left."""
-    return Variant("any/sink.cuh", "sink_gradient", before.dtype, SinkSpec(32, before.spec.packed))
+    spec = SinkSpec(32, before.spec.packed, before.spec.varlen)
+    return Variant("any/sink.cuh", "sink_gradient", before.dtype, spec)
+
+
+def segments(main: Variant) -> Variant:
+    """Return the kernel before all others where sequences are packed."""
+    return Variant("any/segments.cuh", "prepare_segments", main.dtype, SegmentsSpec(32))
 
 
 @functools.lru_cache(maxsize=1024)

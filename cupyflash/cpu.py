@@ -24,10 +24,28 @@ TILE_KEYS = 512
 TILE_ROWS = 256
 
 
-def forward(problem, q, k, v, out, lse, slopes, sink, seed=None, bias=None, mask=None, block_mask=None, given=None):
-    """Write attention to `out`, and its log-sum-exp to `lse` unless that is `None`."""
+def forward(
+    problem,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    slopes,
+    sink,
+    seed=None,
+    bias=None,
+    mask=None,
+    block_mask=None,
+    given=None,
+    first_batch=0,
+):
+    """Write attention to `out`, and its log-sum-exp to `lse` unless that is `None`.
+
+    `first_batch`: what dropout counts the batches from.
+    """
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes, sink, seed, bias, mask, given, block_mask):
+        for stack in _stacks(problem, slopes, sink, seed, first_batch, bias, mask, given, block_mask):
             keys, values = stack.fold(k), stack.fold(v)
             for rows in stack.row_blocks():
                 tile_out, tile_lse = _forward_rows(stack, rows, stack.fold_queries(q, rows), keys, values)
@@ -81,6 +99,7 @@ def backward(
     block_mask=None,
     given=None,
     captured=None,
+    first_batch=0,
 ):
     """Write `dq`, `dk`, `dv` and, unless they are `None`, `dsink` and `dbias`: four axes, of 1 where it was broadcast.
 
@@ -92,7 +111,7 @@ def backward(
     if dsink is not None:
         dsink[...] = 0
     with np.errstate(all="ignore"):
-        for stack in _stacks(problem, slopes, sink, seed, bias, mask, given, block_mask):
+        for stack in _stacks(problem, slopes, sink, seed, first_batch, bias, mask, given, block_mask):
             keys, values = stack.fold(k), stack.fold(v)
             dkeys, dvalues = np.zeros_like(keys), np.zeros_like(values)
             for rows in stack.row_blocks():
@@ -206,6 +225,7 @@ class _Stack:
     slopes: np.ndarray | None  # (batch, heads_q), of all heads
     sink: np.ndarray | None  # (heads_q,), of all heads
     seed: int | None
+    first_batch: int  # what dropout counts from
     bias: np.ndarray | None  # (batch, heads_q, seqlen_q, seqlen_k), of all heads
     mask: np.ndarray | None  # the same
     given: Given | None  # functions of the user
@@ -337,6 +357,7 @@ class _Stack:
             return None
         group, size = self.problem.group, (self.problem.batch, self.problem.heads_k)
         batch, heads_k = (range(*part.indices(n)) for part, n in zip((self.batch, self.heads_k), size))
+        batch = range(batch.start + self.first_batch, batch.stop + self.first_batch)
         queries, keys = (range(part.start, part.stop) for part in (rows, tile))
         heads = range(heads_k.start * group, heads_k.stop * group)
         mask = kept(np, self.problem.dropout, self.seed, batch, heads, queries, keys)

@@ -22,6 +22,7 @@ from .checks import DTYPES, type_name
 _HOST, _CUDA = (1, 3), (2, 13)  # DLPack device types: CPU, pinned memory; CUDA, managed memory
 _ALLOWED = "allowed: arrays of NumPy, CuPy, PyTorch, JAX or with __dlpack__, of one library on one device"
 
+INDICES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "rows")
 _PLAIN = "allowed: plain tensors with memory, not nested, traced, fake or of torch.func"
 
 
@@ -57,6 +58,11 @@ class Home:
     def backend(self):
         """Module that computes."""
         return import_module("cupyflash.launch" if self.gpu else "cupyflash.cpu")
+
+    @cached_property
+    def varlen(self):
+        """Module that computes for packed sequences."""
+        return import_module("cupyflash.launch_varlen" if self.gpu else "cupyflash.cpu_varlen")
 
     def scope(self):
         """Context of a call: its device and stream are the current ones of CuPy."""
@@ -101,9 +107,10 @@ class PyTorch(Home):
         super().__init__(gpu)
         self.torch = torch = sys.modules["torch"]
         self.dtypes = {getattr(torch, name): dtype for dtype, name in DTYPES.items()}
-        self.torch_dtypes = {ours: theirs for theirs, ours in self.dtypes.items()}
         self.mask_dtypes = {torch.bool: np.dtype(bool)}
-        integers = {getattr(torch, name): np.dtype(name) for name in ("int32", "int64", "uint8")}
+        self.index_dtypes = {torch.int32: np.dtype(np.int32), torch.int64: np.dtype(np.int64)}
+        self.torch_dtypes = {ours: theirs for theirs, ours in (self.dtypes | self.index_dtypes).items()}
+        integers = self.index_dtypes | {torch.uint8: np.dtype(np.uint8)}
         self.captured_dtypes = self.dtypes | self.mask_dtypes | integers
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self.streams = {}  # CuPy's, by the pointer
@@ -136,7 +143,7 @@ class PyTorch(Home):
                 f"{name} has layout {x.layout}, is_conj() {x.is_conj()} and is_neg() {x.is_neg()}; allowed: "
                 f"torch.strided, without conjugate or negative bit ({name}.resolve_conj().resolve_neg())"
             )
-        dtypes = self.captured_dtypes if "." in name else self.dtypes
+        dtypes = self.captured_dtypes if "." in name else self.index_dtypes if name in INDICES else self.dtypes
         if name in ("mask", "blocks", "full"):
             dtypes = self.mask_dtypes
         dtype = dtypes.get(x.dtype)

@@ -109,8 +109,7 @@ class Plan:
         slots = []
         for name in names:
             if name != "mods":
-                is_map = params.dtype[name] in (MAP, LOGIT_MAP)
-                slots.append(params.dtype.fields[name][1] // 8 + (tensor_map.address_word() if is_map else 0))
+                slots.append(_slot(params.dtype, name))
             elif mods:
                 slots += [params.dtype.fields[name][1] // 8 + slot for slot in mods.slots]
         kernels = tuple(launch.kernel for launch in launches)
@@ -134,6 +133,14 @@ class Plan:
         for function, before, after in self.calls:
             function(*before, stream, address, *after)
         self.idle.append((words, arguments, address))
+
+
+def _slot(dtype: np.dtype, name: str) -> int:
+    """The word of a struct that holds the pointer `name`: the first one of that field, "field" or "field.field"."""
+    outer, _, inner = name.partition(".")
+    kind, offset, *_ = dtype.fields[outer]
+    more = tensor_map.address_word() if kind in (MAP, LOGIT_MAP) else kind.fields[inner][1] // 8 if inner else 0
+    return offset // 8 + more
 
 
 def forward(

@@ -37,6 +37,8 @@ class Problem:
     precision: str | None = None  # "tf32", or None for the highest
     blocks: bool = False  # a block mask is given
     mods: Mods | None = None  # functions of the user
+    varlen: str | None = None  # packed sequences, as many as batches: the corner of the diagonal of each; the lengths
+    # are those of all together, and left and right what was given
 
     @property
     def group(self) -> int:

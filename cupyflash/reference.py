@@ -10,8 +10,9 @@ import sys
 from typing import NamedTuple
 
 from . import checks
-from .dropout import dropout_mask
+from .dropout import kept
 from .dual import add_gradients, score_and_tangent
+from .segments import segments
 
 
 class AttentionGradients(NamedTuple):
@@ -45,6 +46,7 @@ def attention(
     dropout=0.0,
     seed=None,
     return_lse=False,
+    _first_batch=0,
 ):
     """Standard attention in float64.
 
@@ -78,7 +80,7 @@ def attention(
     total = weights.sum(axis=-1, keepdims=True) + xp.exp(sink - highest)
     empty = (logits == -math.inf).all(axis=-1, keepdims=True)
     p = xp.where(empty, 0.0, weights / xp.where(empty, 1.0, total))
-    out = _join(xp, _dropper(xp, p, dropout, seed)(p) @ _split(xp, v, heads_k))
+    out = _join(xp, _dropper(xp, p, dropout, seed, _first_batch)(p) @ _split(xp, v, heads_k))
     if not return_lse:
         return out
     lse = xp.where(empty, sink, highest + xp.log(xp.where(empty, 1.0, total)))
@@ -108,6 +110,7 @@ def attention_backward(
     mask_mod=None,
     dropout=0.0,
     seed=None,
+    _first_batch=0,
 ):
     """Gradients of standard attention in float64, from their formulas.
 
@@ -142,7 +145,7 @@ def attention_backward(
     dlse = 0.0 if dlse is None else dlse.astype(xp.float64).reshape(lse.shape)
 
     p = xp.where(lse == -math.inf, 0.0, xp.exp(logits - xp.where(lse == -math.inf, 0.0, lse)))
-    drop = _dropper(xp, p, dropout, seed)
+    drop = _dropper(xp, p, dropout, seed, _first_batch)
     dp = drop(dout @ v.swapaxes(-1, -2))
     delta = (dout * out).sum(axis=-1, keepdims=True)
     to_all = xp.where(lse == -math.inf, 0.0, dlse - delta)  # a row without keys has no weight to move
@@ -168,6 +171,110 @@ def attention_backward(
         sums = (weight * to_all).sum(axis=(-2, -1))
         dsink = sums.reshape(math.prod(sums.shape[:-2]), sink.size).sum(axis=0)
     return AttentionGradients(*(_join(xp, x) for x in (dq, dk, dv)), dbias, dsink, dscore_mod)
+
+
+def attention_varlen(
+    q,
+    k,
+    v,
+    /,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q=None,
+    seqused_k=None,
+    alibi_slopes=None,
+    return_lse=False,
+    **options,
+):
+    """Standard attention of each of packed sequences, in float64.
+
+    Takes the arguments of `cupyflash.attention_varlen`, except `out`, `validate` and the longest lengths.
+
+    Parameters
+    ----------
+    q, k, v : numpy.ndarray or cupy.ndarray
+        `(total, heads, head_dim)`.
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k : numpy.ndarray
+        As in `cupyflash.attention_varlen`.
+    alibi_slopes, return_lse, **options
+        As in `attention`.
+
+    Returns
+    -------
+    out : ndarray
+        `(total_q, heads_q, head_dim_v)`, float64. A row of no sequence is 0.
+    lse : ndarray
+        Only with `return_lse`: `(heads_q, total_q)`, float64. That of a row of no sequence is -inf.
+    """
+    xp = _namespace(q)
+    out = xp.zeros((*q.shape[:2], v.shape[-1]))
+    lse = xp.full(q.shape[1::-1], -math.inf)
+    for b, at in enumerate(_segments(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
+        more = options | {"alibi_slopes": _slopes_of(alibi_slopes, b), "_first_batch": b}
+        out[at.q], lse[:, at.q] = attention(q[at.q], k[at.k], v[at.k], return_lse=True, **more)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    /,
+    *,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_q=None,
+    seqused_k=None,
+    dlse=None,
+    alibi_slopes=None,
+    **options,
+):
+    """Gradients of standard attention of each of packed sequences, in float64.
+
+    Takes the arguments of `cupyflash.attention_varlen_backward`, except `deterministic`, `validate` and the longest
+    lengths.
+
+    Parameters
+    ----------
+    dout : numpy.ndarray or cupy.ndarray
+        Gradient of `out`.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, alibi_slopes, **options
+        As given to `attention_varlen`.
+    out, lse : ndarray
+        What `attention_varlen` returned for them.
+    dlse : ndarray, optional
+        Gradient of `lse`.
+
+    Returns
+    -------
+    AttentionGradients
+        `dq`, `dk`, `dv` and, with `sink`, `dsink` in float64, shaped like these.
+    """
+    xp = _namespace(q)
+    dq, dk, dv = (xp.zeros(x.shape) for x in (q, k, v))
+    dsink = None if options.get("sink") is None else xp.zeros(options["sink"].shape)
+    for b, at in enumerate(_segments(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)):
+        more = options | {"alibi_slopes": _slopes_of(alibi_slopes, b), "_first_batch": b}
+        more["dlse"] = None if dlse is None else dlse[:, at.q]
+        arrays = dout[at.q], q[at.q], k[at.k], v[at.k], out[at.q], lse[:, at.q]
+        part = attention_backward(*arrays, **more)
+        dq[at.q], dk[at.k], dv[at.k] = part.dq, part.dk, part.dv
+        if dsink is not None:
+            dsink += part.dsink
+    return AttentionGradients(dq, dk, dv, None, dsink)
+
+
+def _segments(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
+    indices = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return segments(indices | {"seqused_q": seqused_q, "seqused_k": seqused_k})
+
+
+def _slopes_of(slopes, b):
+    return slopes if slopes is None or slopes.ndim == 1 else slopes[b]
 
 
 def visible(xp, seqlen_q, seqlen_k, causal=False, window=None):
@@ -261,12 +368,14 @@ def _sink(xp, sink, heads_k):
     return sink.astype(xp.float64).reshape(heads_k, sink.size // max(1, heads_k), 1, 1)
 
 
-def _dropper(xp, p, dropout, seed):
+def _dropper(xp, p, dropout, seed, first_batch):
     """The function that drops of a matrix like `p`, `(..., heads_k, group, seqlen_q, seqlen_k)`."""
     dropout, seed = checks.dropout(dropout, seed)
+    if not dropout:
+        return lambda x: x
     *batch, heads_k, group, seqlen_q, seqlen_k = p.shape
-    mask = dropout_mask(*(batch or [1]), heads_k * group, seqlen_q, seqlen_k, dropout=dropout, seed=seed, xp=xp)
-    mask = mask.reshape(p.shape)
+    batches = range(first_batch, first_batch + (batch or [1])[0])
+    mask = kept(xp, dropout, seed, batches, *map(range, (heads_k * group, seqlen_q, seqlen_k))).reshape(p.shape)
     return lambda x: xp.where(mask, x / (1 - dropout), 0.0)
 
 

@@ -61,6 +61,7 @@ class ForwardSpec(Spec):
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
     blocks: bool = False
+    varlen: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -95,6 +96,7 @@ class HopperForwardSpec(Spec):
     logit_slots: int = 0
     blocks: bool = False
     bounded: bool = False  # by softcap, so that no maximum is needed
+    varlen: bool = False
 
     blocks_per_sm = 1
 
@@ -140,6 +142,7 @@ class BackwardSpec(Spec):
     bias: int = 0  # of BIAS_TYPES
     mask: bool = False
     blocks: bool = False
+    varlen: bool = False
 
     @property
     def p_in_registers(self) -> bool:
@@ -170,6 +173,7 @@ class HopperBackwardSpec(Spec):
     bias: int = 0  # of BIAS_TYPES
     logit_slots: int = 0
     blocks: bool = False
+    varlen: bool = False
 
     blocks_per_sm = 1
 
@@ -208,6 +212,7 @@ class HopperKeysSpec(Spec):
     mask: bool = False
     logit_slots: int = 0
     blocks: bool = False
+    varlen: bool = False
 
     blocks_per_sm, threads, block_k = 1, 384, 64
 
@@ -238,6 +243,7 @@ class HopperQueriesSpec(Spec):
     logit_slots: int = 0
     blocks: bool = False
     dbias: bool = False
+    varlen: bool = False
 
     blocks_per_sm, threads, block_q = 1, 384, 128
 
@@ -358,11 +364,19 @@ class ModGradientSpec(Spec):
 
 
 @dataclass(frozen=True)
+class SegmentsSpec(Spec):
+    """Of the kernel that finds the tiles of packed sequences."""
+
+    warps: int
+
+
+@dataclass(frozen=True)
 class SinkSpec(Spec):
     """Of the kernel that computes dsink."""
 
     warps: int
     packed: bool
+    varlen: bool = False
 
 
 @dataclass(frozen=True)
@@ -456,6 +470,7 @@ class PrepareSpec(Spec):
     packed: bool
     float32_out: bool
     access: int
+    varlen: bool = False
 
     warps = 8
 

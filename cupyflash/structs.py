@@ -1,5 +1,5 @@
-"""The parameter structs of the kernels: NumPy twins of those in ``kernels/core/params.cuh`` and, for Hopper's, of
-``kernels/sm90/forward.cuh`` and ``kernels/sm90/backward_params.cuh``. Strides count elements.
+"""The parameter structs of the kernels: NumPy twins of those in ``kernels/core/params.cuh``, ``any/segments.cuh`` and,
+for Hopper's, ``sm90/forward.cuh`` and ``sm90/backward_params.cuh``. Strides count elements.
 """
 
 from __future__ import annotations
@@ -34,10 +34,15 @@ BIAS_GRADIENT = np.dtype(
 )
 BLOCKS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "words"))], align=True)
 DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4"), ("bits", "u4", 32)], align=True)
+TILE_KINDS = ("queries", "keys", "blocks", "statistics")  # TileKind
+TILE_LIST = np.dtype([(n, "i4") for n in ("at", "rows", "paired", "bound")])
+TILE_LISTS = np.dtype((TILE_LIST, len(TILE_KINDS)))
+SEGMENT_WORDS, TABLE_HEAD = 8, 8  # of 32 bits: a Segment, and Segments::kHead
+SEGMENTS = np.dtype([("table", "u8"), ("lower_right", "i4"), ("lists", TILE_LISTS)], align=True)
 FORWARD_PARAMS = np.dtype(
     [*((n, ARRAY) for n in ("q", "k", "v", "out")), ("lse", ROW_ARRAY)]
     + [("sizes", SIZES), ("score", SCORE), ("sink", SINK), ("dropout", DROPOUT)]
-    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY), ("blocks", BLOCKS)],
+    + [("bias", LOGIT_ARRAY), ("mask", LOGIT_ARRAY), ("blocks", BLOCKS), ("segments", SEGMENTS)],
     align=True,
 )
 BACKWARD_PARAMS = np.dtype(
@@ -57,6 +62,7 @@ BACKWARD_PARAMS = np.dtype(
         ("dbias_parts", "u8"),
         ("blocks", BLOCKS),
         ("key_blocks", BLOCKS),
+        ("segments", SEGMENTS),
     ],
     align=True,
 )
@@ -91,7 +97,7 @@ HOPPER_FORWARD_PARAMS = _with_maps(
     *((n, MAP) for n in ("q", "k", "v", "out_map")),
     *(("out", ARRAY), ("lse", ROW_ARRAY), ("sizes", SIZES), ("order", ORDER), ("queries", "i4")),
     *(("score", SCORE), ("sink", SINK), ("dropout", DROPOUT), ("blocks", BLOCKS)),
-    *(("bias", LOGIT_MAP), ("mask", LOGIT_MAP)),
+    *(("bias", LOGIT_MAP), ("mask", LOGIT_MAP), ("segments", SEGMENTS)),
 )
 # The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
 HOPPER_BACKWARD_PARAMS = _with_maps(
@@ -100,10 +106,22 @@ HOPPER_BACKWARD_PARAMS = _with_maps(
     *(("keys", ORDER), ("queries", ORDER), ("rotated", "i4")),
     *(("bias_map", LOGIT_MAP), ("mask_map", LOGIT_MAP)),
 )
+_LENGTHS = [("starts", "u8"), ("used", "u8"), *((n, "i4") for n in ("wide_starts", "wide_used", "total"))]
+LENGTHS = np.dtype(_LENGTHS, align=True)
+CLEARED = np.dtype([("array", ARRAY), *((n, "i4") for n in ("heads", "units", "item"))], align=True)
+SEGMENTS_PARAMS = np.dtype(
+    [("lengths_q", LENGTHS), ("lengths_k", LENGTHS), ("batch", "i4"), ("longest_keys", "i4"), ("segments", SEGMENTS)]
+    + [*((n, CLEARED) for n in ("of_q", "of_k", "of_v")), ("lse", ROW_ARRAY), ("heads", "i4")],
+    align=True,
+)
 # And the seed, in the place of one; "mods": as many as there are values that functions of the user captured.
 FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
-BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n != "sizes"), "mods")
-HOPPER_POINTERS = (*BACKWARD_POINTERS, "q_map", "k_map", "v_map", "dout_map", "bias_map", "mask_map")
+BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n not in ("sizes", "segments")), "mods")
+MAPS = ("q_map", "k_map", "v_map", "dout_map")
+HOPPER_POINTERS = (*BACKWARD_POINTERS, *MAPS, "bias_map", "mask_map")
+SEGMENTS_POINTERS = tuple(f"lengths_{side}.{name}" for side in "qk" for name in ("starts", "used"))
+SEGMENTS_POINTERS += ("segments", "of_q", "of_k", "of_v", "lse")
+MOST = (1 << 31) - 1
 UNBOUNDED = 1 << 30  # beyond every key: seqlen_q + seqlen_k < 2^30
 TINY = 2.0**-126  # the least scale: one that float32 takes for 0 would make NaN of the -inf of a hidden score
 LARGEST = float(np.finfo(np.float32).max)
@@ -195,7 +213,9 @@ def fill_dropout(params: np.ndarray, problem: Problem) -> None:
 
 
 def sizes(problem: Problem, section: int) -> tuple:
-    """The values of SIZES; ``section``: heads that run together, so that what they share stays in L2."""
+    """The values of SIZES; ``section``: heads that run together, so that what they share stays in L2, or, of packed
+    sequences, the rows that they share then.
+    """
     low = -UNBOUNDED if problem.left is None else problem.diagonal - problem.left
     high = UNBOUNDED if problem.right is None else problem.diagonal + problem.right
     used = math.copysign(max(abs(problem.scale), TINY), problem.scale)

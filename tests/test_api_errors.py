@@ -677,7 +677,7 @@ def test_what_is_remembered_is_bounded(monkeypatch):
     assert cupyflash.attention(q, k, v, scale=99) is not None and len(module._plans) <= 8
 
 
-@pytest.mark.parametrize("name", ["attention", "merge"])
+@pytest.mark.parametrize("name", ["attention", "merge", "padding", "varlen"])
 def test_examples(name):
     """The examples of the docstrings."""
     failed, tried = doctest.testmod(sys.modules[f"cupyflash.{name}"])

@@ -500,7 +500,7 @@ def test_command_without_its_output(monkeypatch, words):
     assert output.command() == "python benchmarks/table.py --rounds 4"
 
 
-@pytest.mark.parametrize("script", ["table", "training", "retrieval", "side_by_side", "options"])
+@pytest.mark.parametrize("script", ["table", "training", "retrieval", "side_by_side", "options", "varlen"])
 def test_without_torch(monkeypatch, capsys, script):
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(sys, "argv", [f"benchmarks/{script}.py"])
@@ -809,3 +809,72 @@ def test_standard_attention_is_right(monkeypatch):
         ["float64", "64", "1024", "cupyflash", "3.0", "3.0", "1.00"],
         ["float64", "64", "1024", "standard", "3.0", "3.0", "2.00"],
     ]
+
+
+# --- varlen.py
+
+
+@pytest.fixture
+def varlen(side_by_side, monkeypatch):
+    """On this host, with NumPy in the place of CuPy, and in that of FlashAttention-4 what PyTorch has for each one."""
+    import ml_dtypes
+    import varlen
+
+    torch = varlen.torch
+
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
+        assert cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == cu_seqlens_q.diff().max()
+        parts = []
+        for rows in map(slice, cu_seqlens_q[:-1], cu_seqlens_q[1:]):
+            heads_first = (x[rows].transpose(0, 1) for x in (q, k, v))
+            out = torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal)
+            parts.append(out.transpose(0, 1))
+        return torch.cat(parts), None
+
+    for name in ("randn", "tensor"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, device, make=make, **options: make(*args, **options))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(varlen, "to_cupy", lambda x: x.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
+    monkeypatch.setattr(varlen, "to_torch", lambda x, dtype: torch.from_numpy(x.view(np.int16)).view(dtype))
+    monkeypatch.setattr(varlen, "WIDTH", 32)
+    modules = {"cupy": SimpleNamespace(from_dlpack=np.from_dlpack), "flash_attn": SimpleNamespace()}
+    modules["flash_attn.cute"] = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    for name in ("flash_attn_interface", "flash_attn3_jax"):
+        modules[name] = None
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return varlen
+
+
+TINY_MIX = ["--head-dims", "16", "--tokens", "300", "--mean", "60", "--longest", "100"]
+TINY_MIX += ["--rounds", "1", "--seconds", "1e-9", "--peers", "fa3", "fa4"]
+
+
+def test_packed_sequences_of_any_length(varlen, tmp_path, capsys):
+    output = tmp_path / "x.json"
+    assert varlen.main([*TINY_MIX, "--output", str(output)]) == 0
+    result, lines = json.loads(output.read_text()), capsys.readouterr().out.splitlines()
+    assert list(result["missing"]) == ["fa3"] and lines[-1].startswith("not installed: {'fa3'")
+    assert list(result["cells"]) == ["d16 full", "d16 causal"] and len(lines) == 2 + 2 * 3
+    for cell in result["cells"].values():
+        assert not cell["failed"] and cell["dense_seqlen"] == 64 and 0 < cell["shortest"] < cell["longest"] <= 100
+        assert set(cell["tflops"]) == {f"{x}.{which}" for x in ("cupyflash", "dense", "fa4") for which in varlen.PASSES}
+    assert [line.split()[:3] for line in lines[1:4]] == [["d16", "full", x] for x in ("cupyflash", "dense,", "fa4")]
+
+
+def test_packed_sequences_that_disagree(varlen, tmp_path, capsys, monkeypatch):
+    peer = varlen.fa4
+    monkeypatch.setitem(varlen.PEERS, "fa4", lambda lengths, q, *rest: peer(lengths, -q, *rest))
+    output = tmp_path / "x.json"
+    assert varlen.main([*TINY_MIX, "--output", str(output)]) == 1
+    cells = json.loads(output.read_text())["cells"]
+    assert all("wrong out: relative error" in cell["failed"]["fa4"] for cell in cells.values())
+    assert "fa4 " in capsys.readouterr().out and not any("fa4.fwd" in cell["tflops"] for cell in cells.values())
+
+
+def test_lengths_of_packed_sequences(varlen):
+    lengths = varlen.draw(65536, 1024, 8192)
+    assert sum(lengths) == 65536 and 0 < min(lengths) < 500 and 2000 < max(lengths) <= 8192
+    assert 700 < np.mean(lengths) < 1400

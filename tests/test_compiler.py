@@ -24,7 +24,8 @@ needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.n
 KERNELS = compiler.kernel_dir()
 HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
 TOP_HEADERS = (
-    *("any/around_backward.cuh", "any/sink.cuh", "sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
+    *("any/around_backward.cuh", "any/segments.cuh", "any/sink.cuh"),
+    *("sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
     "sm90/bias_gradient.cuh",
     *("precise/forward.cuh", "precise/backward.cuh"),
@@ -113,9 +114,10 @@ def test_header(header):
 
 
 def test_top_headers():
-    """They are what the tables hold, on any GPU, and what a bias and a function of the user need."""
+    """They are what the tables hold, on any GPU, and what packed sequences, a bias and a function of the user need."""
     variants = [variant for capability in choose.SHARED_LIMIT for variant in choose.variants(capability)]
-    more = {bias_gradient(64).header, hopper_bias_gradient(64).header, "sm80/mod_gradient.cuh"}
+    more = {choose.segments(variants[0]).header, bias_gradient(64).header, hopper_bias_gradient(64).header}
+    more |= {"sm80/mod_gradient.cuh"}
     assert {variant.header for variant in variants} == set(TOP_HEADERS) - more
 
 
@@ -247,6 +249,10 @@ NESTED = {
     structs.BIAS_GRADIENT: "cupyflash::BiasGradient",
     structs.LOGIT_MAP: "cupyflash::LogitMap",
     structs.BLOCKS: "cupyflash::BlockMask",
+    structs.SEGMENTS: "cupyflash::Segments",
+    structs.TILE_LISTS: "cupyflash::TileList[cupyflash::kTileKinds]",
+    structs.LENGTHS: "cupyflash::Lengths",
+    structs.CLEARED: "cupyflash::Cleared",
 }
 
 
@@ -264,6 +270,8 @@ def test_struct_twins():
         "BiasGradient": structs.BIAS_GRADIENT,
         "LogitMap": structs.LOGIT_MAP,
         "BlockMask": structs.BLOCKS,
+        "TileList": structs.TILE_LIST,
+        "Segments": structs.SEGMENTS,
         "ForwardParams": structs.FORWARD_PARAMS,
         "BackwardParams": structs.BACKWARD_PARAMS,
         "HopperForwardParams": structs.HOPPER_FORWARD_PARAMS,
@@ -286,6 +294,11 @@ def test_struct_twins():
         ("PreciseBackwardParams", structs.PRECISE_BACKWARD_PARAMS),
     ):
         compile_twins(same_struct(name, dtype, NESTED, derived=True), "precise/params.cuh")
+    twins = {"Lengths": structs.LENGTHS, "Cleared": structs.CLEARED, "SegmentsParams": structs.SEGMENTS_PARAMS}
+    lines = [line for name, dtype in twins.items() for line in same_struct(name, dtype, NESTED)]
+    lines.append(f"static_assert(sizeof(cupyflash::Segment) == {4 * structs.SEGMENT_WORDS});")
+    lines.append(f"static_assert(cupyflash::Segments::kHead == {structs.TABLE_HEAD});")
+    compile_twins(lines, "any/segments.cuh")
     for name in structs.BACKWARD_PARAMS.names:  # the kernels before and after take the first part as theirs
         assert structs.HOPPER_BACKWARD_PARAMS.fields[name] == structs.BACKWARD_PARAMS.fields[name]
 
@@ -549,6 +562,40 @@ def test_variants_compile_without_spills(arch):
         per_product = 2 if capability < 80 else 1
         assert found[0][HMMA] == per_product * products(variant), f"{about} multiplies elsewhere"
         assert tuple(found[0][opcode] for opcode in HGMMA) == group_products(variant), f"{about} multiplies elsewhere"
+
+
+PACKED_WITH_FEW_REGISTERS = (
+    (64, 16, True, {"softcap": 5.0, "alibi": True}),
+    (64, 2, False, {"softcap": 5.0, "alibi": True, "dropout": 0.5}),
+    (96, 2, False, {"alibi": True}),
+    (192, 2, False, {"alibi": True}),
+    (256, 16, False, {}),
+    (256, 16, False, {"softcap": 5.0, "alibi": True, "dropout": 0.5}),
+)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_packed_sequences_fit(arch):
+    """The kernels that find their tiles in a table, and all that go with them."""
+    problem = Problem("bfloat16", 4, 4096, 4096, 4, 2, 128, 128, 1.0, varlen="lower_right")
+    small = dataclasses.replace(problem, head_dim=64, head_dim_v=64)
+    if arch == "sm_80":
+        main = choose.backward(problem, 16, False, LIMIT)
+        before = choose.before_backward(main, False, 16)
+        variants = [choose.forward(problem, 16, False, LIMIT), choose.forward(small, 2, False, LIMIT), main]
+        variants += [before, choose.after_backward(main), choose.sink_gradient(before), choose.segments(main)]
+        for head_dim, access, deterministic, options in PACKED_WITH_FEW_REGISTERS:
+            tight = dataclasses.replace(problem, head_dim=head_dim, head_dim_v=head_dim, **options)
+            variants += [choose.forward(tight, access, False, LIMIT)]
+            variants += [choose.backward(tight, access, deterministic, LIMIT)]
+    else:
+        main = choose.hopper_backward(problem, 16, False)
+        before = choose.before_backward(main, False, 16)
+        variants = [choose.hopper_forward(one, 16, False) for one in (problem, small)]
+        variants += [main, choose.hopper_backward(small, 16, True), before, choose.sink_gradient(before)]
+        variants += choose.hopper_split_backward(problem, 16)
+    assert_fits(variants, arch)
 
 
 @needs_nvrtc

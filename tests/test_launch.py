@@ -25,6 +25,7 @@ from cupyflash.problem import Problem
 from cupyflash.spec import BIAS_TYPES
 
 launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
+launch_varlen = pytest.importorskip("cupyflash.launch_varlen", reason="needs CuPy")
 
 # --- The GPU that is not there
 
@@ -70,6 +71,7 @@ class Launched:
 
 
 STRUCTS = {
+    "any/segments.cuh": structs.SEGMENTS_PARAMS,
     "sm80/forward.cuh": structs.FORWARD_PARAMS,
     "sm90/forward.cuh": structs.HOPPER_FORWARD_PARAMS,
     **dict.fromkeys(("sm80/backward.cuh", "sm80/bias_gradient.cuh"), structs.BACKWARD_PARAMS),
@@ -127,7 +129,8 @@ class Gpu:
             zeros=self.zeros,
             ndarray=array,
             broadcast_to=partial(np.broadcast_to, subok=True),
-            ascontiguousarray=self.copy,
+            ascontiguousarray=lambda x: x if x.flags.c_contiguous else self.copy(x),
+            asarray=lambda x: x,
             **{name: getattr(np, name) for name in ("arange", "moveaxis", "stack")},
             cuda=SimpleNamespace(
                 Device={self.capability: device}.__getitem__,
@@ -177,9 +180,12 @@ class Gpu:
     def cuTensorMapEncodeTiled(self, target, kind, rank, address, sizes, strides, box, steps, *rest):  # noqa: N802
         if self.refuses or address.value % 16 or any(s % 16 or not 0 < s < 1 << 40 for s in strides):
             return 1
-        assert rank == 4 and all(0 < n <= 256 for n in box) and list(steps) == [1] * 4
+        assert rank in (4, 5) and all(0 < n <= 256 for n in box) and list(steps) == [1] * rank
+        assert len(sizes) == len(box) == rank == len(strides) + 1 and all(0 < n <= 1 << 32 for n in sizes)
         words = np.ctypeslib.as_array(ctypes.cast(target, ctypes.POINTER(ctypes.c_uint64)), (tensor_map.WORDS,))
-        words[: ADDRESS_WORD + 1] = [kind, *sizes, *strides, *box, address.value]
+        arguments = [kind, *sizes, *strides, *box]
+        words[:ADDRESS_WORD], words[ADDRESS_WORD] = arguments[:ADDRESS_WORD], address.value
+        words[ADDRESS_WORD + 1 :][: len(arguments) - ADDRESS_WORD] = arguments[ADDRESS_WORD:]
         return 0
 
     def allocated(self, pointer):
@@ -205,6 +211,8 @@ def gpu(request, monkeypatch):
     monkeypatch.setattr(sys.modules["cupyflash.attention"].interop, "home", lambda arrays: home)
     monkeypatch.setattr(compiler, "kernel", gpu.kernel)
     monkeypatch.setattr(launch, "cupy", cupy)
+    monkeypatch.setattr(launch_varlen, "cupy", cupy)
+    monkeypatch.setattr(launch_varlen, "_plans", {})
     for name, empty in (("_plans", {}), ("_kept_for_graphs", []), ("_thread", threading.local())):
         monkeypatch.setattr(launch, name, empty)
     monkeypatch.setattr(tensor_map, "_driver", lambda: gpu)

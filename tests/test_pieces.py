@@ -359,8 +359,9 @@ __global__ void find(int* out, int tiles, int batch, int heads, int section, int
 
 template <bool kDescending>
 __global__ void walk(const Order order, const Sizes sizes, int* out) {
+  const Segments none = {};
   int i = 0;
-  for (Works works(order, sizes, blockIdx.x, gridDim.x, kDescending); works.left(); works.next(), ++i) {
+  for (Works works(order, sizes, none, blockIdx.x, gridDim.x, kDescending); works.left(); works.next(), ++i) {
     int* const one = out + 3 * (blockIdx.x * order.tiles * order.heads * sizes.batch + i);
     one[0] = works.work.batch, one[1] = works.work.head, one[2] = works.work.tile;
   }

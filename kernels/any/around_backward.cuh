@@ -5,6 +5,7 @@
 #include "any/ptx.cuh"
 #include "core/epilogue.cuh"
 #include "core/params.cuh"
+#include "core/segments.cuh"
 #include "core/spec.cuh"
 
 namespace cupyflash {
@@ -55,12 +56,15 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   using Out = typename Choose<kSpec.float32_out, T>::Type;
   constexpr int kLanes = kSpec.lanes(), kHeads = kSpec.heads(), kSteps = 4;  // 4 rows at a time
   __shared__ float deltas[kHeads][16];
-  const Sizes& s = p.sizes;
-  const int row_blocks = (kSpec.packed ? statistic_rows(s.seqlen_q) : s.seqlen_q + 15) / 16;
-  const int head_groups = (s.heads_q + kHeads - 1) / kHeads;
+  const int head_groups = (p.sizes.heads_q + kHeads - 1) / kHeads;
   const uint32 index = gridDim.x - 1 - blockIdx.x;  // what the next kernel begins with is touched last
   const int first_head = index % head_groups * kHeads;
-  const int first_row = index / head_groups % row_blocks * 16, batch = index / head_groups / row_blocks;
+  constexpr TileKind kRows = kSpec.packed ? kStatistics : kBlocks;
+  const auto [sequence, block] = find_rows<kSpec.varlen, kRows>(p.sizes, p.segments, index / head_groups);
+  if (kSpec.varlen && sequence < 0) return;
+  const auto at = place_of<kSpec.varlen>(p.sizes, p.segments, sequence);
+  const Sizes& s = sizes_in(p.sizes, at);
+  const int batch = at.q(), first_row = 16 * block;
 
   const int lane = threadIdx.x % kLanes, place = threadIdx.x / kLanes % kHeads, in_row = threadIdx.x / 64;
   const int head = first_head + place, col = 8 * lane;
@@ -84,14 +88,14 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   }
 
   const int q_blocks = (s.seqlen_q + 15) / 16;
-  if (p.dq_sum != nullptr && first_row / 16 < q_blocks) {
+  if (p.dq_sum != nullptr && block < q_blocks) {
     constexpr int kBlock = 4 * kSpec.head_dim;  // of 16 bytes
 #pragma unroll
     for (int first = 0; first < kHeads * kBlock; first += 256) {
       const int i = first + threadIdx.x;
-      const int64 pair = int64(batch) * s.heads_q + first_head + i / kBlock;
+      const int64 of_all = at.block(s, first_head + i / kBlock) + block;
       if (i < kHeads * kBlock && first_head + i / kBlock < s.heads_q)
-        reinterpret_cast<float4*>(p.dq_sum)[(pair * q_blocks + first_row / 16) * kBlock + i % kBlock] = {};
+        reinterpret_cast<float4*>(p.dq_sum)[of_all * kBlock + i % kBlock] = {};
     }
   }
 
@@ -112,8 +116,7 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
   // A row without keys and sink has no gradient, whatever dout and dlse hold: P is 0 there, and 0 * inf would not be.
   const float delta = lse == -kInfinity ? 0.f : deltas[threadIdx.x / 16][threadIdx.x % 16] - dlse;
   if constexpr (kSpec.packed) {
-    const int64 first = (int64(batch) * s.heads_q + its_head) * statistic_rows(s.seqlen_q) * 2;
-    float* const target = p.delta.data + first + statistic_of(its_row);
+    float* const target = p.delta.data + 2 * at.statistic(s, its_head) + statistic_of(its_row);
     target[0] = lse_in_base_2(lse), target[16] = delta;
   } else if (its_row < s.seqlen_q) {
     p.delta.at(batch, its_head)[its_row * p.delta.row] = delta;
@@ -124,17 +127,16 @@ __global__ void __launch_bounds__(256) prepare_backward(const __grid_constant__ 
 template <class T, PrepareSpec kSpec>
 __global__ void __launch_bounds__(256) finish_backward(const __grid_constant__ BackwardParams p) {
   constexpr int kCols = kSpec.finished_cols(), kParts = kSpec.head_dim / kCols;
-  const Sizes& s = p.sizes;
-  const int q_blocks = (s.seqlen_q + 15) / 16;
   // The last first: they may still be in L2.
   const int64 index = int64(gridDim.x - 1 - blockIdx.x) * 8 + warp_index();
-  const int part = index % kParts, head = index / kParts % s.heads_q;
-  const int64 rest = index / kParts / s.heads_q;
-  const int block = rest % q_blocks, batch = rest / q_blocks;
-  if (batch >= s.batch) return;
-  const int64 pair = int64(batch) * s.heads_q + head;
+  const int part = index % kParts, head = index / kParts % p.sizes.heads_q;
+  const auto [sequence, block] =
+      find_rows<kSpec.varlen, kBlocks>(p.sizes, p.segments, index / kParts / p.sizes.heads_q);
+  if (kSpec.varlen ? sequence < 0 : sequence >= p.sizes.batch) return;
+  const auto place = place_of<kSpec.varlen>(p.sizes, p.segments, sequence);
+  const Sizes& s = sizes_in(p.sizes, place);
   const float4* const sum =
-      reinterpret_cast<const float4*>(p.dq_sum) + ((pair * q_blocks + block) * kParts + part) * (4 * kCols);
+      reinterpret_cast<const float4*>(p.dq_sum) + ((place.block(s, head) + block) * kParts + part) * (4 * kCols);
   Accumulator<kCols> dq;
 #pragma unroll
   for (int j = 0; j < kCols / 8; ++j) {
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(256) finish_backward(const __grid_constant__ B
     dq.x[j][0] = x.x, dq.x[j][1] = x.y, dq.x[j][2] = x.z, dq.x[j][3] = x.w;
   }
   dq.scale_rows(s.scale, s.scale);
-  store<T, kSpec.access>(dq, head_of(p.dq, batch, head, s.seqlen_q, s.head_dim), 16 * block, kCols * part);
+  store<T, kSpec.access>(dq, head_of(p.dq, place.q(), head, s.seqlen_q, s.head_dim), 16 * block, kCols * part);
 }
 
 }  // namespace cupyflash

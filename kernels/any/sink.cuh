@@ -4,6 +4,7 @@
 
 #include "any/ptx.cuh"
 #include "core/params.cuh"
+#include "core/segments.cuh"
 #include "core/spec.cuh"
 
 namespace cupyflash {
@@ -22,32 +23,45 @@ __global__ void __launch_bounds__(32 * kSpec.warps) sink_gradient(const __grid_c
   const Sizes& s = p.sizes;
   const int head = blockIdx.x;
   const float sink = p.sink.of(head);
-  const auto delta_of = [&](int batch, int row) {
-    if constexpr (kSpec.packed) {
-      const int64 first = (int64(batch) * s.heads_q + head) * statistic_rows(s.seqlen_q) * 2;
-      return p.delta.data[first + statistic_of(row) + 16];
-    } else {
-      return p.delta.at(batch, head)[row * p.delta.row];
-    }
+  float sum = 0.f;
+  // The sink has all the weight where lse is it, infinite ones included, whose difference is NaN.
+  const auto add = [&](float lse, float delta) { sum -= (lse == sink ? 1.f : exp2f((sink - lse) * kLog2E)) * delta; };
+  const auto lse_of = [&](const Place<kSpec.varlen>& place, int row) {
+    return p.lse.at(place.q(), head)[row * p.lse.row];
+  };
+  const auto delta_of = [&](const Place<kSpec.varlen>& place, int row) {
+    if constexpr (kSpec.packed)
+      return p.delta.data[2 * place.statistic(s, head) + statistic_of(row) + 16];
+    else
+      return p.delta.at(place.q(), head)[row * p.delta.row];
   };
 
-  float sum = 0.f;
-  int row = threadIdx.x % s.seqlen_q;
-  uint32 batch = threadIdx.x / s.seqlen_q;
-  const uint32 batches = s.batch;
-  while (batch < batches) {
-    float lse[kSteps], delta[kSteps];
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const bool exists = batch < batches;
-      lse[i] = exists ? p.lse.at(batch, head)[row * p.lse.row] : kInfinity;
-      delta[i] = exists ? delta_of(batch, row) : 0.f;
-      row += kThreads % s.seqlen_q, batch += kThreads / s.seqlen_q;
-      if (row >= s.seqlen_q) row -= s.seqlen_q, ++batch;
+  if constexpr (kSpec.varlen) {
+#pragma unroll 4
+    for (int block = threadIdx.x / 16; block < p.segments.runs(kBlocks); block += kThreads / 16) {
+      const auto [sequence, first_row] = find_rows<true, kBlocks>(s, p.segments, block);
+      const Place<true> place = place_of<true>(s, p.segments, sequence);
+      const int row = first_row + threadIdx.x % 16;
+      if (row < place.sizes.seqlen_q) add(lse_of(place, row), delta_of(place, row));
     }
-    // The sink has all the weight where lse is it, infinite ones included, whose difference is NaN.
+  } else {
+    int row = threadIdx.x % s.seqlen_q;
+    uint32 batch = threadIdx.x / s.seqlen_q;
+    const uint32 batches = s.batch;
+    while (batch < batches) {
+      float lse[kSteps], delta[kSteps];
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) sum -= (lse[i] == sink ? 1.f : exp2f((sink - lse[i]) * kLog2E)) * delta[i];
+      for (int i = 0; i < kSteps; ++i) {
+        const bool exists = batch < batches;
+        const Place<false> place = {int(batch)};
+        lse[i] = exists ? lse_of(place, row) : kInfinity;
+        delta[i] = exists ? delta_of(place, row) : 0.f;
+        row += kThreads % s.seqlen_q, batch += kThreads / s.seqlen_q;
+        if (row >= s.seqlen_q) row -= s.seqlen_q, ++batch;
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) add(lse[i], delta[i]);
+    }
   }
   sum = sum_of_warp(sum);
   if (lane_index() == 0) sums[warp_index()] = sum;

@@ -19,6 +19,9 @@ struct Band {
 
   __device__ explicit Band(const Sizes& s) : low(s.low), high(s.high), seqlen_q(s.seqlen_q), seqlen_k(s.seqlen_k) {}
 
+  __device__ Band(int low, int high, int seqlen_q, int seqlen_k)
+      : low(low), high(high), seqlen_q(seqlen_q), seqlen_k(seqlen_k) {}
+
   __device__ Range keys(int query) const { return {max(0, query + low), min(seqlen_k - 1, query + high)}; }
   __device__ Range queries(int key) const {
     return {key < seqlen_k ? max(0, key - high) : seqlen_q, min(seqlen_q - 1, key - low)};

@@ -95,6 +95,45 @@ struct Order {   // of the tiles of persistent blocks
   int paired;    // a run is the tiles i and n - 1 - i: equal work on causal masks
 };
 
+// Packed sequences. Their tiles are counted through all of them, those of the longest first; so are blocks of 16 rows,
+// and of kStatisticTile rows, in the order of the sequences.
+enum TileKind { kQueryTiles, kKeyTiles, kBlocks, kStatistics, kTileKinds };
+
+struct TileList {
+  int at;      // in the table: of each run the sequence that it belongs to
+  int rows;    // of a tile
+  int paired;  // a run is the tiles i and n - 1 - i of a sequence, as in Order; otherwise a tile
+  int bound;   // runs of all sequences, at most; 0 where nobody needs the list
+};
+
+struct alignas(32) Segment {  // one sequence
+  int first_q, first_k;       // its first rows
+  int seqlen_q, seqlen_k;
+  int first[kTileKinds];  // its first run in each list
+
+  __device__ __forceinline__ int tiles(const TileList& list, TileKind kind) const {
+    return ((kind == kKeyTiles ? seqlen_k : seqlen_q) + list.rows - 1) / list.rows;
+  }
+  __device__ __forceinline__ int runs(const TileList& list, TileKind kind) const {
+    return list.paired ? (tiles(list, kind) + 1) / 2 : tiles(list, kind);
+  }
+};
+
+struct PackedRows {  // those of one sequence
+  int first, count;
+};
+
+struct Segments {   // made by any/segments.cuh
+  int* table;       // how many runs each list has, room, the segments, and the lists
+  int lower_right;  // the corner where the diagonal of a sequence is; else the other
+  TileList lists[kTileKinds];
+
+  static constexpr int kHead = 8;  // before the segments
+  __device__ __forceinline__ Segment* all() const { return reinterpret_cast<Segment*>(table + kHead); }
+  __device__ __forceinline__ int runs(TileKind kind) const { return table[kind]; }
+  __device__ __forceinline__ int sequence(TileKind kind, int run) const { return table[lists[kind].at + run]; }
+};
+
 struct ForwardParams {
   Array q, k, v, out;
   RowArray lse;
@@ -104,6 +143,7 @@ struct ForwardParams {
   Dropout dropout;
   LogitArray bias, mask;
   BlockMask blocks;
+  Segments segments;
 };
 
 struct BackwardParams {
@@ -123,6 +163,7 @@ struct BackwardParams {
   BiasGradient dbias;
   float* dbias_parts;            // (parts, elements of dbias)
   BlockMask blocks, key_blocks;  // queries by keys, keys by queries
+  Segments segments;
 };
 
 struct Matrix {  // one head of an array in global memory; stride in bytes

@@ -17,6 +17,7 @@ struct ForwardSpec {
   int bias;  // BiasType
   bool mask;
   bool blocks;
+  bool varlen;
 
   __device__ constexpr int rows_per_warp() const { return block_q / warps; }
   // P stays in registers where the warp that made it is the one that needs it.
@@ -40,6 +41,7 @@ struct HopperForwardSpec {
   int logit_slots;  // tiles of bias and mask in flight, of a group
   bool blocks;
   bool bounded;  // by softcap, so that no maximum is needed
+  bool varlen;
 
   __device__ constexpr bool staged() const { return access == 16; }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
@@ -63,6 +65,7 @@ struct BackwardSpec {
   int bias;  // BiasType
   bool mask;
   bool blocks;
+  bool varlen;
 
   // P and dS stay in registers where the warp that made them is the one that needs them.
   __device__ constexpr bool p_in_registers() const { return score_warps_k == warps && grad_warps_k == warps; }
@@ -80,6 +83,7 @@ struct HopperBackwardSpec {
   int bias;         // BiasType
   int logit_slots;  // tiles of it in flight
   bool blocks;
+  bool varlen;
 
   __device__ constexpr int block_k() const { return 64 * groups; }
   __device__ constexpr int threads() const { return 128 * (groups + 1); }
@@ -97,6 +101,7 @@ struct HopperKeysSpec {      // of the kernel of dk and dv
   bool mask;
   int logit_slots;  // tiles of bias and mask in flight
   bool blocks;
+  bool varlen;
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
@@ -113,6 +118,7 @@ struct HopperQueriesSpec {   // of the kernel of dq
   int logit_slots;  // tiles of bias and mask in flight
   bool blocks;
   bool dbias;  // stores dS: no element of dbias is a sum
+  bool varlen;
 
   __device__ constexpr int threads() const { return 384; }
   __device__ constexpr int registers() const { return logit_slots > 0 ? 232 : 240; }
@@ -132,9 +138,14 @@ struct ModGradientSpec {  // of the kernel of dscore_mod
   bool blocks;
 };
 
+struct SegmentsSpec {  // of the kernel that finds the tiles of packed sequences
+  int warps;           // 32: a scan over them is one of a warp
+};
+
 struct SinkSpec {  // of the kernel of dsink
   int warps;       // 32, so that one of them adds what all have summed
   bool packed;     // delta as `statistic_of` says
+  bool varlen;
 };
 
 struct BiasGradientSpec {  // of the kernel of dbias
@@ -180,6 +191,7 @@ struct PrepareSpec {
   bool packed;  // delta and lse as `statistic_of` says
   bool float32_out;
   int access;
+  bool varlen;
 
   // A row is read by 16 bytes a lane, and 64 lanes read neighbouring heads: whole kilobytes.
   __device__ constexpr int lanes() const { return head_dim_v <= 64 ? 8 : head_dim_v <= 128 ? 16 : 32; }

@@ -12,8 +12,8 @@
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
+#include "core/segments.cuh"
 #include "core/spec.cuh"
-#include "core/work.cuh"
 #include "sm80/tile.cuh"
 
 namespace cupyflash {
@@ -27,9 +27,9 @@ struct Statistics {
   struct Row {
     float lse, delta;
   };
-  __device__ __forceinline__ static Row fetch(const BackwardParams& p, int batch, int head, int first) {
+  __device__ __forceinline__ static Row fetch(const BackwardParams& p, const Sizes& s, int batch, int head, int first) {
     const int row = first + threadIdx.x;
-    if (threadIdx.x >= kRows || row >= p.sizes.seqlen_q) return {kInfinity, 0.f};
+    if (threadIdx.x >= kRows || row >= s.seqlen_q) return {kInfinity, 0.f};
     const float lse = p.lse.at(batch, head)[row * p.lse.row];
     return {lse_in_base_2(lse), p.delta.at(batch, head)[row * p.delta.row]};
   }
@@ -88,9 +88,6 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const auto dout_tile = [&](int stage) { return DoutTile(dout_base + stage * DoutTile::kBytes); };
   const auto statistics = [&](int stage) { return Statistics<kBlockQ>{statistics_base + stage * 2 * kBlockQ}; };
 
-  const Sizes& s = p.sizes;
-  const int k_tiles = (s.seqlen_k + kBlockK - 1) / kBlockK, q_tiles = (s.seqlen_q + kBlockQ - 1) / kBlockQ;
-  const int heads_k = s.heads_q / s.group;
   uint32 index = blockIdx.x;
   if constexpr (kSpec.deterministic) {  // a block may only wait for blocks that have started
     __shared__ uint32 ticket;
@@ -98,7 +95,10 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     __syncthreads();
     index = ticket;
   }
-  const Work work = find_work(index, k_tiles, s.batch, heads_k, s.section, false);
+  const Work work = find_tile<kSpec.varlen, kKeyTiles>(p.sizes, p.segments, kBlockK, index);
+  if (kSpec.varlen && work.batch < 0) return;
+  const auto place = place_of<kSpec.varlen>(p.sizes, p.segments, work.batch);
+  const Sizes& s = sizes_in(p.sizes, place);
 
   const Band band(s);
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias || kSpec.mask, Mods>;
@@ -109,13 +109,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   const int first_tile = seen.first / kBlockQ,
             tiles = seen.last < seen.first ? 0 : seen.last / kBlockQ - first_tile + 1;
 
-  const int first_head = work.head * s.group;
+  const int q_tiles = (s.seqlen_q + kBlockQ - 1) / kBlockQ, first_head = work.head * s.group;
   const auto of_queries = [&](int head, int first_query) {  // the key tiles that they see
     return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, head, first_query);
   };
   const auto load_queries = [&](int stage, int head, int tile) {
-    load_tile<kThreads, kAccess>(q_tile(stage), head_of(p.q, work.batch, head, s.seqlen_q, s.head_dim), tile * kBlockQ);
-    load_tile<kThreads, kAccess>(dout_tile(stage), head_of(p.dout, work.batch, head, s.seqlen_q, s.head_dim_v),
+    load_tile<kThreads, kAccess>(q_tile(stage), head_of(p.q, place.q(), head, s.seqlen_q, s.head_dim), tile * kBlockQ);
+    load_tile<kThreads, kAccess>(dout_tile(stage), head_of(p.dout, place.q(), head, s.seqlen_q, s.head_dim_v),
                                  tile * kBlockQ);
   };
 
@@ -133,11 +133,11 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     remaining = shown.left(), tile = shown.tile, head = shown.head;
   }
   if (remaining > 0) {
-    load_tile<kThreads, kAccess>(k_tile, head_of(p.k, work.batch, work.head, s.seqlen_k, s.head_dim), first_key);
-    load_tile<kThreads, kAccess>(v_tile, head_of(p.v, work.batch, work.head, s.seqlen_k, s.head_dim_v), first_key);
+    load_tile<kThreads, kAccess>(k_tile, head_of(p.k, place.k(), work.head, s.seqlen_k, s.head_dim), first_key);
+    load_tile<kThreads, kAccess>(v_tile, head_of(p.v, place.k(), work.head, s.seqlen_k, s.head_dim_v), first_key);
     load_queries(0, head, tile);
     commit_copies();
-    statistics(0).put(Statistics<kBlockQ>::fetch(p, work.batch, head, tile * kBlockQ));
+    statistics(0).put(Statistics<kBlockQ>::fetch(p, s, place.q(), head, tile * kBlockQ));
   }
 
 #pragma unroll 1
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       for (int t = 0; t < kScoreRows / 16; ++t) {
         const int first_row = first_key + score_row + 16 * t;
         const Slant slant = change.slant(
-            first_query + score_col, [&](int half) { return first_row + prob[t].row(half) - p.score.diagonal; },
+            first_query + score_col, [&](int half) { return first_row + prob[t].row(half) - place.diagonal(p.score); },
             [&](int) { return slope; });
         const auto minus_lse = [&](int j, int i) {
           const float2 lse = statistics(stage).lse_of(score_col + 8 * j + prob[t].col());
@@ -280,16 +280,18 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       product<T, kBlockQ / 16>(dk, Left(ds_tile, grad_row), Right(q_tile(stage), grad_col));
     }
     typename Statistics<kBlockQ>::Row next_row = {kInfinity, 0.f};  // on its way while dq is computed
-    if (remaining > 1) next_row = Statistics<kBlockQ>::fetch(p, work.batch, next_head, next_tile * kBlockQ);
+    if (remaining > 1) next_row = Statistics<kBlockQ>::fetch(p, s, place.q(), next_head, next_tile * kBlockQ);
 
     Accumulator<kDqCols> dq[kDqRows / 16];
 #pragma unroll
     for (int t = 0; t < kDqRows / 16; ++t) dq[t].clear();
     product<T, kBlockK / 16>(dq, LeftTransposed(ds_tile, dq_row), Right(k_tile, dq_col));
 
-    const int64 pair = int64(work.batch) * s.heads_q + head;
+    const int64 first_block = place.block(s, head);
     const auto turn = [&] {
-      return p.turn + 1 + (int64(work.batch) * s.heads_q + opaque(head)) * q_tiles + opaque(tile);
+      return p.turn + 1 +
+             (kSpec.varlen ? place.block(s, opaque(head)) : (int64(work.batch) * s.heads_q + opaque(head)) * q_tiles) +
+             opaque(tile);
     };
     if constexpr (kSpec.deterministic) {
       const Range rows = {first_query, min(first_query + kBlockQ, s.seqlen_q) - 1};
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
 #pragma unroll
     for (int t = 0; t < kDqRows / 16; ++t) {
       const int block = (first_query + dq_row) / 16 + t;
-      float* target = p.dq_sum + ((pair * q_blocks + block) * (kDim / 8) + dq_col / 8) * 128 + 4 * lane_index();
+      float* target = p.dq_sum + ((first_block + block) * (kDim / 8) + dq_col / 8) * 128 + 4 * lane_index();
       if (block < q_blocks) {
 #pragma unroll
         for (int j = 0; j < kDqCols / 8; ++j) reduce_add(target + 128 * j, dq[t].x[j]);
@@ -317,8 +319,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     stage = next_stage, tile = next_tile, head = next_head;
   }
 
-  const Matrix dk_target = head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim);
-  const Matrix dv_target = head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v);
+  const Matrix dk_target = head_of(p.dk, place.k(), work.head, s.seqlen_k, s.head_dim);
+  const Matrix dv_target = head_of(p.dv, place.k(), work.head, s.seqlen_k, s.head_dim_v);
   __syncthreads();  // every warp is done with k and v, whose places dk and dv take
 #pragma unroll
   for (int t = 0; t < kGradRows / 16; ++t) {

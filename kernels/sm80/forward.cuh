@@ -9,9 +9,9 @@
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
+#include "core/segments.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
-#include "core/work.cuh"
 #include "sm80/tile.cuh"
 
 namespace cupyflash {
@@ -68,12 +68,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   int kept_at = 0;
   const auto kept_words = [&] { return reinterpret_cast<uint32*>(words_base) + kept_at; };
 
-  const Sizes& s = p.sizes;
-  const int q_tiles = (s.seqlen_q + kSpec.block_q - 1) / kSpec.block_q;
-  const Work work = find_work(blockIdx.x, q_tiles, s.batch, s.heads_q, s.section, true);
-  const Matrix q = head_of(p.q, work.batch, work.head, s.seqlen_q, s.head_dim);
-  const Matrix k = head_of(p.k, work.batch, work.head / s.group, s.seqlen_k, s.head_dim);
-  const Matrix v = head_of(p.v, work.batch, work.head / s.group, s.seqlen_k, s.head_dim_v);
+  const Work work = find_tile<kSpec.varlen, kQueryTiles>(p.sizes, p.segments, kSpec.block_q, blockIdx.x);
+  if (kSpec.varlen && work.batch < 0) return;
+  const auto place = place_of<kSpec.varlen>(p.sizes, p.segments, work.batch);
+  const Sizes& s = sizes_in(p.sizes, place);
+  const Matrix q = head_of(p.q, place.q(), work.head, s.seqlen_q, s.head_dim);
+  const Matrix k = head_of(p.k, place.k(), work.head / s.group, s.seqlen_k, s.head_dim);
+  const Matrix v = head_of(p.v, place.k(), work.head / s.group, s.seqlen_k, s.head_dim_v);
 
   const Band band(s);
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, kSpec.bias != kNoBias, Mods>;
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       for (int t = 0; t < kRowTiles; ++t) {
         const int tile_row = first_row + warp_row + 16 * t;
         const Slant slant = change.slant(
-            first_key, [&](int half) { return tile_row + scores[t].row(half) + p.score.diagonal; },
+            first_key, [&](int half) { return tile_row + scores[t].row(half) + place.diagonal(p.score); },
             [&](int) { return slope; });
         if constexpr (Change::kModded) {
           const auto places =
@@ -256,7 +257,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
       const int row = first_row + warp_row + 16 * t + out[0].row(half);
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && row < s.seqlen_q)
-        p.lse.at(work.batch, work.head)[row * p.lse.row] = lse[half];
+        p.lse.at(place.q(), work.head)[row * p.lse.row] = lse[half];
       if constexpr (!kPInRegisters) hand_over(t, half, inverse[half]);
     }
     if constexpr (kPInRegisters) out[t].scale_rows(inverse[0], inverse[1]);
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     __syncthreads();
     scale_out();
   }
-  const Matrix target = head_of(p.out, work.batch, work.head, s.seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
+  const Matrix target = head_of(p.out, place.q(), work.head, s.seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
   if constexpr (kSpec.float32_out || kAccess < 16) {
 #pragma unroll
     for (int t = 0; t < kOutRowTiles; ++t) {

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   __shared__ Job jobs[kSpec.stages];
   __shared__ Alibi alibis[kSpec.stages];
   __shared__ LogitPlace places[kSpec.stages];
-  __shared__ KeyTile key_tiles[kSpec.key_slots];
+  __shared__ KeyTile<kSpec.varlen> key_tiles[kSpec.key_slots];
   Tiles tiles(first_tile(shared), barriers, jobs, alibis, places, key_tiles);
   uint32* const kept_words = reinterpret_cast<uint32*>(shared + (tiles.kept - shared_address(shared)));
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
@@ -168,12 +168,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     }
   };
   const auto store_gradients = [&] {
-    const KeyTile& tile = tiles.key_tile();
+    const KeyTile<kSpec.varlen>& tile = tiles.key_tile();
     const int first_key = tile.first_key + 64 * group + warp_row();
     dk.scale_rows(s.scale, s.scale);
     if constexpr (kSpec.dropout) dv.scale_rows(p.dropout.scale, p.dropout.scale);
-    store<T, kSpec.access>(dk, head_of(p.dk, tile.batch, tile.head, s.seqlen_k, s.head_dim), first_key);
-    store<T, kSpec.access>(dv, head_of(p.dv, tile.batch, tile.head, s.seqlen_k, s.head_dim_v), first_key);
+    store<T, kSpec.access>(dk, head_of(p.dk, tile.batch, tile.head, tile.seqlen_k(s), s.head_dim), first_key);
+    store<T, kSpec.access>(dv, head_of(p.dv, tile.batch, tile.head, tile.seqlen_k(s), s.head_dim_v), first_key);
     dk.clear(), dv.clear();
   };
   const auto weigh = [&] {
@@ -189,7 +189,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const float4 four = Change::kDerived && !kReadsAhead ? statistics(0)[8 * (j / 2)] : lse[j / 2];
       return j % 2 ? i % 2 ? four.w : four.z : i % 2 ? four.y : four.x;
     };
-    const auto visible = [&](int key) { return Band(s).queries(key); };
+    const auto visible = [&](int key) {
+      if constexpr (kSpec.varlen) return tiles.key_tile().band().queries(key);
+      return Band(s).queries(key);
+    };
     Weights<kBlockQ> weights;
     if constexpr (Change::kAny || TileLogits::kAny) {
       const Slant slant = change.slant(
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const int first_row = 64 * group + warp_row();
       const auto minus_lse = [&](int j, int i) { return -lse_of(j, i); };
       if constexpr (Change::kModded) {
-        const KeyTile& keys = tiles.key_tile();
+        const auto& keys = tiles.key_tile();
         const auto places =
             mod::Places<Rows::kKeys, kBlockQ>::from(s, keys.batch, head, keys.first_key + first_row, first_query);
         change.template weigh_mods<T, true, kPart>(

@@ -12,8 +12,8 @@
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
+#include "core/segments.cuh"
 #include "core/spec.cuh"
-#include "core/work.cuh"
 #include "sm90/backward_params.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile.cuh"
@@ -52,7 +52,8 @@ struct Side {
   __device__ __forceinline__ float* statistic() const { return statistics + ring.slot() * kTile; }
 
   // The thread that copies.
-  __device__ __forceinline__ void copy_keys(const TensorMap& keys, int row, int head, int batch) {
+  template <class Batch>
+  __device__ __forceinline__ void copy_keys(const TensorMap& keys, int row, int head, Batch batch) {
     if constexpr (kKept > 0) {
       const uint32 full = ring.acquire(kKept * kPanelBytes);
 #pragma unroll
@@ -66,7 +67,8 @@ struct Side {
       rest_ring.advance();
     }
   }
-  __device__ __forceinline__ void copy_queries(const TensorMap& queries, int row, int head, int batch) {
+  template <class Batch>
+  __device__ __forceinline__ void copy_queries(const TensorMap& queries, int row, int head, Batch batch) {
     copy_tile<kTile, kCols>(tile(), queries, ring.acquire(kTileBytes), row, head, batch);
     ring.advance();
   }
@@ -242,15 +244,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 
   const Sizes& s = p.sizes;
   const Band band(s);
+  using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   static_assert(!Change::kModded || !kSpec.blocks && !TileLogits::kAny, "no registers are left for both");
   static_assert(!kSpec.blocks || !TileLogits::kAny, "their tiles come for all keys");
   static_assert(!kSpec.dropout || !Change::kModded && !TileLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
-  Works works(p.keys, s, blockIdx.x, gridDim.x, false);
-  const auto tiles_of_work = [&] {  // of queries, in each head of the group
+  Works<kSpec.varlen, kKeyTiles> works(p.keys, s, p.segments, blockIdx.x, gridDim.x, false);
+  const auto find_place = [&] { return place_of<kSpec.varlen>(s, p.segments, works.work.batch); };
+  const auto tiles_of_work = [&](const Where& place) {  // of queries, in each head of the group
     const int first_key = works.work.tile * kTile;
-    return query_tiles_of(band, {first_key, min(first_key + kTile, s.seqlen_k) - 1}, kTile);
+    return query_tiles_of(band_in(band, place), {first_key, min(first_key + kTile, sizes_in(s, place).seqlen_k) - 1},
+                          kTile);
   };
   const auto shown_to = [&](Range tiles) {
     const Work& work = works.work;
@@ -272,24 +277,26 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     if (warp == 1) prefetch_map(p.v_map), prefetch_map(p.dout_map);
     for (; works.left(); works.next()) {
       const Work& work = works.work;
-      const Range tiles = tiles_of_work();
+      const Where place = find_place();
+      const Range tiles = tiles_of_work(place);
       auto shown = shown_to(tiles);
       if (kSpec.blocks ? !shown.left() : tiles.last < tiles.first) continue;
-      if (warp == 0) queries.copy_keys(p.k_map, work.tile * kTile, work.head, work.batch);
-      if (warp == 1) douts.copy_keys(p.v_map, work.tile * kTile, work.head, work.batch);
+      if (warp == 0) queries.copy_keys(p.k_map, work.tile * kTile, work.head, place.rows_k());
+      if (warp == 1) douts.copy_keys(p.v_map, work.tile * kTile, work.head, place.rows_k());
       if (warp == 2) queries.pass_keys();
       if (warp == 3) douts.pass_keys();
       const auto pass = [&](int head, int first, int last) {
         const auto lse = [&](int row) {  // of a row that is not there or sees no key: P is 0
-          const float natural = row < s.seqlen_q ? p.lse.at(work.batch, head)[row * p.lse.row] : -kInfinity;
+          const float natural =
+              row < sizes_in(s, place).seqlen_q ? p.lse.at(place.q(), head)[row * p.lse.row] : -kInfinity;
           return lse_in_base_2(natural);
         };
         const auto delta = [&](int row) {
-          return row < s.seqlen_q ? p.delta.at(work.batch, head)[row * p.delta.row] : 0.f;
+          return row < sizes_in(s, place).seqlen_q ? p.delta.at(place.q(), head)[row * p.delta.row] : 0.f;
         };
         for (int row = first * kTile; row <= last * kTile; row += kTile) {
-          if (warp == 0) queries.copy_queries(p.q_map, row, head, work.batch);
-          if (warp == 1) douts.copy_queries(p.dout_map, row, head, work.batch);
+          if (warp == 0) queries.copy_queries(p.q_map, row, head, place.rows_q());
+          if (warp == 1) douts.copy_queries(p.dout_map, row, head, place.rows_q());
           if (warp == 2) queries.add_statistics(row, lse);
           if constexpr (TileLogits::kAny)
             if (warp == 2 && lane_index() == 0)
@@ -312,8 +319,11 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   if (warpgroup == 0) {  // dv
     for (; works.left(); works.next()) {
       const Work& work = works.work;
+      const Where place = find_place();
+      const Band& its_band = band_in(band, place);
       const int first_key = work.tile * kTile;
-      const Range tiles = tiles_of_work(), seen_by_all = queries_of_all(band, {first_key, first_key + kTile - 1});
+      const Range tiles = tiles_of_work(place),
+                  seen_by_all = queries_of_all(its_band, {first_key, first_key + kTile - 1});
       Accumulator<kSpec.head_dim_v> dv;
       dv.clear();
       int tile = tiles.first, head = work.head * s.group;
@@ -326,7 +336,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         }
         const int first_query = tile * kTile;
         const bool masked = first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last;
-        const auto visible = [&](int key) { return band.queries(key); };
+        const auto visible = [&](int key) { return its_band.queries(key); };
         const auto lse_of = [&](int j) {
           return *reinterpret_cast<const float2*>(queries.statistic() + 8 * j + prob.col());
         };
@@ -335,7 +345,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
           if ((kSpec.alibi || Change::kModded) && (kSpec.blocks || tile == tiles.first))
             slope = change.slope(work.batch, kSpec.dropout ? head : head++);
           const Slant slant = change.slant(
-              first_query, [&](int half) { return first_key + warp_row + prob.row(half) - p.score.diagonal; },
+              first_query, [&](int half) { return first_key + warp_row + prob.row(half) - place.diagonal(p.score); },
               [&](int) { return slope; });
           constexpr int kPart = kSpec.access == 16 ? 2 : 1;  // the narrow stores take registers
           const auto minus_lse = [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; };
@@ -386,12 +396,14 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const int count = count_of(tiles);
       if (count > 0) accumulate(queries, douts, dv, count, zero, weigh);
       if constexpr (kSpec.dropout) dv.scale_rows(p.dropout.scale, p.dropout.scale);
-      store<T, kSpec.access>(dv, head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v), first_key + warp_row);
+      store<T, kSpec.access>(dv, head_of(p.dv, place.k(), work.head, sizes_in(s, place).seqlen_k, s.head_dim_v),
+                             first_key + warp_row);
     }
   } else {  // dk
     for (; works.left(); works.next()) {
       const Work& work = works.work;
-      const Range tiles = tiles_of_work();
+      const Where place = find_place();
+      const Range tiles = tiles_of_work(place);
       Accumulator<kSpec.head_dim> dk;
       dk.clear();
       const auto weigh = [&](Accumulator<kTile>& ds, uint32(&weights)[kTile / 16][4]) {
@@ -419,7 +431,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const int count = count_of(tiles);
       if (count > 0) accumulate(douts, queries, dk, count, zero, weigh);
       dk.scale_rows(s.scale, s.scale);
-      store<T, kSpec.access>(dk, head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim),
+      store<T, kSpec.access>(dk, head_of(p.dk, place.k(), work.head, sizes_in(s, place).seqlen_k, s.head_dim),
                              work.tile * kTile + warp_row);
     }
   }

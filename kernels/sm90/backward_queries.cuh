@@ -11,8 +11,8 @@
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
+#include "core/segments.cuh"
 #include "core/spec.cuh"
-#include "core/work.cuh"
 #include "sm90/backward_params.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile.cuh"
@@ -53,15 +53,17 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   __syncthreads();
 
   Sizes s = p.sizes;
-  s.section *= s.group;  // counts query heads here
+  if constexpr (!kSpec.varlen) s.section *= s.group;  // counts query heads here
   const Band band(s);
+  using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const auto shown_to = [&](const Work& work) {
     return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, work.head, work.tile * kBlockQ);
   };
-  Works works(p.queries, s, blockIdx.x, gridDim.x, true);
+  Works<kSpec.varlen> works(p.queries, s, p.segments, blockIdx.x, gridDim.x);
+  const auto find_place = [&] { return place_of<kSpec.varlen>(s, p.segments, works.work.batch); };
 
   if (copies) {
     give_registers<kSpec.copying_registers()>();
@@ -83,31 +85,32 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     prefetch_map(p.q_map), prefetch_map(p.k_map), prefetch_map(p.v_map), prefetch_map(p.dout_map);
     for (; works.left(); works.next()) {
       const Work& work = works.work;
+      const Where place = find_place();
       const int first_query = work.tile * kBlockQ, head_k = work.head / s.group;
-      const Range tiles = tiles_of(band, first_query, kBlockQ, kBlockK);
+      const Range tiles = tiles_of(band_in(band, place), first_query, kBlockQ, kBlockK);
       const auto shown = shown_to(work);
       const int first_tile = shown.up(tiles.first, tiles.last);
       if (tiles.last < first_tile) continue;
       const uint32 q_full = q_ring.acquire(kGroups * kQBytes);
 #pragma unroll
       for (int i = 0; i < kGroups; ++i)
-        copy_tile<64, kDim>(q_base + i * kQBytes, p.q_map, q_full, first_query + 64 * i, work.head, work.batch);
+        copy_tile<64, kDim>(q_base + i * kQBytes, p.q_map, q_full, first_query + 64 * i, work.head, place.rows_q());
       q_ring.advance();
 #pragma unroll 1
       for (int tile = first_tile; tile <= tiles.last; tile = shown.up(tile + 1, tiles.last)) {
         copy_tile<kBlockK, kDim>(k_base + k_ring.slot() * kKBytes, p.k_map, k_ring.acquire(kKBytes), tile * kBlockK,
-                                 head_k, work.batch);
+                                 head_k, place.rows_k());
         k_ring.advance();
         if (tile == first_tile) {
           const uint32 dout_full = dout_ring.acquire(kGroups * kDoutBytes);
 #pragma unroll
           for (int i = 0; i < kGroups; ++i)
             copy_tile<64, kDimV>(dout_base + i * kDoutBytes, p.dout_map, dout_full, first_query + 64 * i, work.head,
-                                 work.batch);
+                                 place.rows_q());
           dout_ring.advance();
         }
         copy_tile<kBlockK, kDimV>(v_base + v_ring.slot() * kVBytes, p.v_map, v_ring.acquire(kVBytes), tile * kBlockK,
-                                  head_k, work.batch);
+                                  head_k, place.rows_k());
         v_ring.advance();
       }
     }
@@ -148,15 +151,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     wgmma_commit();
   };
   KeptFragment<Rows::kQueries, kBlockK> kept;
-  const auto exponentiate = [&](int tile) {  // S -> P
+  const auto dropping = [&] { return Dropping{p.dropout, works.work.batch, works.work.head}; };
+  const auto exponentiate = [&](const Where& place, int tile) {  // S -> P
     const int first_key = tile * kBlockK;
-    const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, s.seqlen_q) - 1});
+    const Band& its_band = band_in(band, place);
+    const Range seen_by_all =
+        keys_of_all(its_band, {first_query, min(first_query + 64, sizes_in(s, place).seqlen_q) - 1});
     const bool masked = first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last;
-    const auto visible = [&](int row) { return band.keys(row); };
+    const auto visible = [&](int row) { return its_band.keys(row); };
     if constexpr (Change::kAny || GroupLogits::kAny) {
       const auto row_of = [&](const LogitMap& array) { return [&](int r) { return (warp_row + r) * array.row; }; };
       const Slant slant = change.slant(
-          first_key, [&](int half) { return first_query + warp_row + prob.row(half) + p.score.diagonal; },
+          first_key, [&](int half) { return first_query + warp_row + prob.row(half) + place.diagonal(p.score); },
           [&](int) { return slope; });
       Weights<kBlockK> none;
       const auto minus_lse = [&](int, int i) { return -lse[i / 2]; };
@@ -182,8 +188,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(fmaf(prob.x[j][i], s.scale_log2, -lse[i / 2]));
     }
-    if constexpr (kSpec.dropout)
-      kept.decide({p.dropout, works.work.batch, works.work.head}, first_query + warp_row, first_key);
+    if constexpr (kSpec.dropout) kept.decide(dropping(), first_query + warp_row, first_key);
   };
   const auto weigh = [&] {  // dP -> dS
 #pragma unroll
@@ -208,10 +213,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   };
   // The wait for the next k, or the release of q, stands between the exponentials and the wait for dP: the compiler
   // would move them behind it.
-  const auto finish_tile = [&](int tile, bool last) {
+  const auto finish_tile = [&](const Where& place, int tile, bool last) {
     logits.wait();
     wgmma_wait<1>();  // the scores are there, dP goes on
-    exponentiate(tile);
+    exponentiate(place, tile);
     if (last)
       q_ring.release();
     else
@@ -226,17 +231,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 #pragma unroll 1
   for (; works.left(); works.next()) {
     const Work& work = works.work;
+    const Where place = find_place();
     first_query = work.tile * kBlockQ + 64 * warpgroup;
-    const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
+    const Range tiles = tiles_of(band_in(band, place), work.tile * kBlockQ, kBlockQ, kBlockK);
     dq.clear();
     slope = change.slope(work.batch, work.head);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_query + warp_row + dq.row(half);
       lse[half] = kInfinity, delta[half] = 0.f;  // of a row that is not there or sees no key: P is 0
-      if (row < s.seqlen_q) {
-        lse[half] = lse_in_base_2(p.lse.at(work.batch, work.head)[row * p.lse.row]);
-        delta[half] = p.delta.at(work.batch, work.head)[row * p.delta.row];
+      if (row < sizes_in(s, place).seqlen_q) {
+        lse[half] = lse_in_base_2(p.lse.at(place.q(), work.head)[row * p.lse.row]);
+        delta[half] = p.delta.at(place.q(), work.head)[row * p.delta.row];
       }
     }
     const auto shown = shown_to(work);
@@ -248,7 +254,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       dout_ring.wait();
       v_ring.wait();
       issue_products();
-      finish_tile(first_tile, shown.is_last(first_tile, tiles.last));
+      finish_tile(place, first_tile, shown.is_last(first_tile, tiles.last));
 #pragma unroll 1
       for (int tile = shown.up(first_tile + 1, tiles.last); tile <= tiles.last; tile = shown.up(tile + 1, tiles.last)) {
         issue_dq();  // of the tile before
@@ -258,7 +264,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         k_ring.advance();
         v_ring.wait();
         issue_products();
-        finish_tile(tile, shown.is_last(tile, tiles.last));
+        finish_tile(place, tile, shown.is_last(tile, tiles.last));
       }
       dout_ring.release();
       issue_dq();
@@ -274,7 +280,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         if (tile < tiles.first || tile > tiles.last) store_dbias(tile);
     }
     dq.scale_rows(s.scale, s.scale);
-    const Matrix target = head_of(p.dq, work.batch, work.head, s.seqlen_q, s.head_dim);
+    const Matrix target = head_of(p.dq, place.q(), work.head, sizes_in(s, place).seqlen_q, s.head_dim);
     store<T, kSpec.access>(dq, target, first_query + warp_row);
   }
 }

@@ -5,8 +5,8 @@
 #include "core/blocks.cuh"
 #include "core/dropout.cuh"
 #include "core/score.cuh"
+#include "core/segments.cuh"
 #include "core/spec.cuh"
-#include "core/work.cuh"
 #include "sm90/backward_params.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile.cuh"
@@ -28,8 +28,27 @@ struct alignas(8) Alibi {  // of a tile of queries and the present keys
   float slope;
   int origin;  // the query at the distance 0 from the first key, in the tile
 };
+template <bool kVarlen>
 struct KeyTile {
   int first_key, head, batch;
+
+  __device__ __forceinline__ void set(int key, int of_head, const Place<false>& place) {
+    first_key = key, head = of_head, batch = place.batch;
+  }
+  __device__ __forceinline__ int seqlen_k(const Sizes& s) const { return s.seqlen_k; }
+};
+template <>
+struct KeyTile<true> {
+  int first_key, head, batch;  // the first row of the sequence
+  int low, high, length_q, length_k;
+
+  __device__ __forceinline__ void set(int key, int of_head, const Place<true>& place) {
+    first_key = key, head = of_head, batch = place.k();
+    low = place.sizes.low, high = place.sizes.high;
+    length_q = place.sizes.seqlen_q, length_k = place.sizes.seqlen_k;
+  }
+  __device__ __forceinline__ Band band() const { return {low, high, length_q, length_k}; }
+  __device__ __forceinline__ int seqlen_k(const Sizes&) const { return length_k; }
 };
 
 // The gradients of keys that no query sees, by one warp.
@@ -54,12 +73,12 @@ struct BackwardTiles {  // in shared memory
   Job* jobs;
   Alibi* alibis;
   LogitPlace* places;
-  KeyTile* key_tiles;
+  KeyTile<kSpec.varlen>* key_tiles;
   int* heads = nullptr;             // of queries, for functions of the user
   uint32 count = 0, key_count = 0;  // tiles so far, of queries and of keys
 
   __device__ __forceinline__ BackwardTiles(uint32 base, uint64* barriers, Job* jobs, Alibi* alibis, LogitPlace* places,
-                                           KeyTile* key_tiles)
+                                           KeyTile<kSpec.varlen>* key_tiles)
       : k(base),
         v(k + kSlots * kKBytes),
         q(v + kSlots * kVBytes),
@@ -95,7 +114,7 @@ struct BackwardTiles {  // in shared memory
   __device__ __forceinline__ Alibi& alibi(int ahead = 0) const { return alibis[queries().slot(ahead)]; }
   __device__ __forceinline__ LogitPlace& place() const { return places[queries().slot()]; }
   __device__ __forceinline__ int& head() const { return heads[queries().slot()]; }
-  __device__ __forceinline__ KeyTile& key_tile() const { return key_tiles[key_count % kSlots]; }
+  __device__ __forceinline__ KeyTile<kSpec.varlen>& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
     ++count;
     if (last) ++key_count;
@@ -123,7 +142,7 @@ template <HopperBackwardSpec kSpec>
 struct KeyTiles {
   static_assert(!(kSpec.blocks && kSpec.deterministic), "no registers are left to count what comes before");
   const HopperBackwardParams& p;
-  Works works;
+  Works<kSpec.varlen, kKeyTiles> works;
   Range seen;
 
   // With a block mask: the tiles of queries that the present keys are shown to. In shared memory, for the warp has few
@@ -134,13 +153,16 @@ struct KeyTiles {
                                                QueryTiles<kSpec.blocks, kSpec.block_q>& shown)
       : p(p),
         shown(shown),
-        works(p.keys, p.sizes, takes_tickets() ? ticket() : blockIdx.x, gridDim.x, kSpec.deterministic) {
+        works(p.keys, p.sizes, p.segments, takes_tickets() ? ticket() : blockIdx.x, gridDim.x, kSpec.deterministic) {
     skip_unseen();
   }
   __device__ __forceinline__ bool left() const { return works.left(); }
   __device__ __forceinline__ void next() {
     step();
     skip_unseen();
+  }
+  __device__ __forceinline__ Place<kSpec.varlen> place() const {
+    return place_of<kSpec.varlen>(p.sizes, p.segments, works.work.batch);
   }
 
  private:
@@ -158,24 +180,25 @@ struct KeyTiles {
   }
   // To the first one that some query sees, from the present one on; the gradients of the others are 0.
   __device__ __forceinline__ void skip_unseen() {
-    const Sizes& s = p.sizes;
     for (; left(); step()) {
       const Work& work = works.work;
+      const Place<kSpec.varlen> its_place = place();
+      const Sizes& s = sizes_in(p.sizes, its_place);
       const int first_key = work.tile * kSpec.block_k(), last_key = min(first_key + kSpec.block_k(), s.seqlen_k) - 1;
       seen = query_tiles_of(Band(s), {first_key, last_key}, kSpec.block_q);
       if constexpr (kSpec.blocks) shown.begin(p.key_blocks, seen, work.batch, first_key, work.head * s.group, s.group);
       if (kSpec.blocks ? shown.left() : seen.last >= seen.first) return;
-      clear_rows(head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim), first_key, kSpec.block_k());
-      clear_rows(head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v), first_key, kSpec.block_k());
+      clear_rows(head_of(p.dk, its_place.k(), work.head, s.seqlen_k, s.head_dim), first_key, kSpec.block_k());
+      clear_rows(head_of(p.dv, its_place.k(), work.head, s.seqlen_k, s.head_dim_v), first_key, kSpec.block_k());
     }
   }
 };
 
 // What to do with the queries from `first` on; `flags` knows what the mask does not say.
 template <HopperBackwardSpec kSpec>
-__device__ __forceinline__ Job make_job(const HopperBackwardParams& p, const Work& work, int head, int first,
-                                        int flags) {
-  const Sizes& s = p.sizes;
+__device__ __forceinline__ Job make_job(const HopperBackwardParams& p, const Place<kSpec.varlen>& place,
+                                        const Work& work, int head, int first, int flags) {
+  const Sizes& s = sizes_in(p.sizes, place);
   const Band band(s);
 #pragma unroll
   for (int group = 0; group < kSpec.groups; ++group) {
@@ -184,7 +207,8 @@ __device__ __forceinline__ Job make_job(const HopperBackwardParams& p, const Wor
     if (first < seen_by_all.first || first + kSpec.block_q - 1 > seen_by_all.last) flags |= 1 << group;
   }
   const int q_blocks = (s.seqlen_q + 15) / 16;
-  const uint32 block = uint32(work.batch * s.heads_q + head) * q_blocks + first / 16;
+  const uint32 of_head = kSpec.varlen ? uint32(place.block(s, head)) : uint32(work.batch * s.heads_q + head) * q_blocks;
+  const uint32 block = of_head + first / 16;
   uint32 before = 0;
   if constexpr (kSpec.deterministic) {
     if (p.rotated) {  // all see all: the first to come is the last one that begins here or before, then the one below
@@ -271,20 +295,25 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
   constexpr int kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k(), kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
   const Sizes& s = p.sizes;
   const ScoreChange<kSpec.softcap, kSpec.alibi> change = {p.score, s};
-  const auto copy_queries = [&](int first, int head, int batch) {  // with what comes with them
+  using Where = Place<kSpec.varlen>;
+  // Read again for each use: 24 registers do not hold it.
+  const auto place_of_work = [&](const Work& work) {
+    return place_of<kSpec.varlen>(s, p.segments, kSpec.varlen ? opaque(work.batch) : work.batch);
+  };
+  const auto copy_queries = [&](const Where& place, int first, int head) {  // with what comes with them
     const uint32 full = tiles.queries().full(tiles.queries().slot()), slot = tiles.queries().slot();
-    const int64 row = (int64(batch) * s.heads_q + head) * statistic_rows(s.seqlen_q) + first;
+    const int64 row = place.statistic(s, head) + first;
     barrier_expect(full, Tiles::kQBytes + Tiles::kStatisticBytes);
-    copy_tile<kBlockQ, kDim>(tiles.q + slot * Tiles::kQBytes, p.q_map, full, first, head, batch);
+    copy_tile<kBlockQ, kDim>(tiles.q + slot * Tiles::kQBytes, p.q_map, full, first, head, place.rows_q());
     copy_bytes(tiles.statistics + slot * Tiles::kStatisticBytes, p.delta.data + 2 * row, full, Tiles::kStatisticBytes);
   };
-  const auto copy_keys = [&](const Work& work) {
+  const auto copy_keys = [&](const Where& place, const Work& work) {
     const int slot = tiles.keys().slot(), first_key = work.tile * kBlockK;
     const uint32 full = tiles.keys().full(slot);
     barrier_wait(tiles.keys().empty(slot), tiles.keys().parity() ^ 1);
-    tiles.key_tile() = {first_key, work.head, work.batch};
+    tiles.key_tile().set(first_key, work.head, place);
     barrier_expect(full, Tiles::kKBytes);
-    copy_tile<kBlockK, kDim>(tiles.k + slot * Tiles::kKBytes, p.k_map, full, first_key, work.head, work.batch);
+    copy_tile<kBlockK, kDim>(tiles.k + slot * Tiles::kKBytes, p.k_map, full, first_key, work.head, place.rows_k());
   };
 
   __shared__ QueryTiles<kSpec.blocks, kBlockQ> shown;
@@ -294,7 +323,9 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
     const Work work = key_tiles.works.work;
     const Range seen = key_tiles.seen;
     const int count = seen.last - seen.first + 1;
-    int tile = p.rotated ? seen.first + int(int64(work.tile) * count / p.keys.tiles) : seen.first;
+    const int of_head =
+        kSpec.varlen ? (sizes_in(s, place_of_work(work)).seqlen_k + kBlockK - 1) / kBlockK : p.keys.tiles;
+    int tile = p.rotated ? seen.first + int(int64(work.tile) * count / of_head) : seen.first;
     int in_group = 0, in_head = 0;
     bool first_of_keys = true;
 #pragma unroll 1
@@ -312,19 +343,21 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
       barrier_wait(tiles.queries().empty(slot), tiles.queries().parity() ^ 1);
       if (lane_index() == 0) {
         const int flags = (drained ? Job::kFirst : 0) | (last ? Job::kLast : 0) | (drains ? Job::kDrains : 0);
-        tiles.job() = make_job<kSpec>(p, work, head, first, flags);
+        tiles.job() = make_job<kSpec>(p, place_of_work(work), work, head, first, flags);
         if constexpr (kSpec.alibi)
-          tiles.alibi() = {change.slope(work.batch, head), work.tile * kBlockK - p.score.diagonal - first};
+          tiles.alibi() = {change.slope(work.batch, head),
+                           work.tile * kBlockK - place_of_work(work).diagonal(p.score) - first};
         if constexpr (Tiles::TileLogits::kAny || kSpec.dropout)
           tiles.place() = {work.batch, head, first, work.tile * kBlockK};
         if constexpr (kModded) tiles.head() = head;
-        copy_queries(first, head, work.batch);
+        copy_queries(place_of_work(work), first, head);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,
-                                    tiles.values().acquire(Tiles::kVBytes), work.tile * kBlockK, work.head, work.batch);
+                                    tiles.values().acquire(Tiles::kVBytes), work.tile * kBlockK, work.head,
+                                    place_of_work(work).rows_k());
         copy_tile<kBlockQ, kDimV>(tiles.dout + slot * Tiles::kDoutBytes, p.dout_map,
-                                  tiles.douts().acquire(Tiles::kDoutBytes), first, head, work.batch);
-        if (begins) copy_keys(work);  // last: the dq of the work before reads the place
+                                  tiles.douts().acquire(Tiles::kDoutBytes), first, head, place_of_work(work).rows_q());
+        if (begins) copy_keys(place_of_work(work), work);  // last: the dq of the work before reads the place
       }
       __syncwarp();
       drained = drains;

@@ -8,9 +8,9 @@
 #include "core/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
+#include "core/segments.cuh"
 #include "core/softmax.cuh"
 #include "core/spec.cuh"
-#include "core/work.cuh"
 #include "sm90/logits.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/tile.cuh"
@@ -30,6 +30,7 @@ struct HopperForwardParams {
   Dropout dropout;
   BlockMask blocks;
   LogitMap bias, mask;
+  Segments segments;
 };
 
 template <class T, HopperForwardSpec kSpec, class Mods = NoMods>
@@ -51,6 +52,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
   static_assert(!kSpec.blocks || !kSpec.packed && kMaskTile % (64 * kCluster * kGroups) == 0,
                 "the rows of a tile have the same blocks");
+  static_assert(!kSpec.varlen || !kSpec.packed && kCluster == 1, "the rows of a box belong to one sequence and head");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
@@ -84,6 +86,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 
   const Sizes& s = p.sizes;
   const Band band(s);
+  using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   static_assert(!kSpec.bounded || kSpec.softcap && !kSpec.alibi && kSpec.bias == kNoBias && !Change::kModded,
                 "nothing else changes what softcap bounds");
@@ -95,7 +98,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const auto shown_to = [&](const Work& work) {
     return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, work.head, work.tile * block_q);
   };
-  Works works(p.order, s, blockIdx.x / kCluster * kTeams + team, gridDim.x / kCluster * kTeams);
+  Works<kSpec.varlen> works(p.order, s, p.segments, blockIdx.x / kCluster * kTeams + team,
+                            gridDim.x / kCluster * kTeams);
+  const auto find_place = [&] { return place_of<kSpec.varlen>(s, p.segments, works.work.batch); };
 
   if (copies) {
     give_registers<kSpec.copying_registers()>();
@@ -104,25 +109,26 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       const int q_bytes = kSpec.packed ? panels(kDim) * queries * s.group * kRowBytes : kQBytes;
       for (; works.left(); works.next()) {
         const Work& work = works.work;
-        const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
+        const Where place = find_place();
+        const Range tiles = tiles_of(band_in(band, place), work.tile * block_q, block_q, kBlockK);
         const int head_q = head_of_q(work), head_k = head_q / s.group;
         const auto load_q = [&] {
 #pragma unroll 1
           for (int group = 0; group < kGroups; ++group) {
             const uint32 target = q_base + q_ring.slot() * kQSlot;
             const int row = work.tile * block_q + (rank * kGroups + group) * queries;
-            copy_tile<64, kDim>(target, p.q, q_ring.acquire(q_bytes), row, head_q, work.batch);
+            copy_tile<64, kDim>(target, p.q, q_ring.acquire(q_bytes), row, head_q, place.rows_q());
             q_ring.advance();
           }
         };
         const auto load_k = [&](int tile) {
           const uint32 target = base + ring.slot() * kSlot, full = ring.acquire(kKBytes);
-          copy_tile<kBlockK, kDim, kCluster>(target, p.k, full, tile * kBlockK, head_k, work.batch, rank);
+          copy_tile<kBlockK, kDim, kCluster>(target, p.k, full, tile * kBlockK, head_k, place.rows_k(), rank);
           ring.advance();
         };
         const auto load_v = [&](int tile) {
           const uint32 target = base + ring.slot() * kSlot, full = ring.acquire(kVBytes);
-          copy_tile<kBlockK, kDimV, kCluster>(target, p.v, full, tile * kBlockK, head_k, work.batch, rank);
+          copy_tile<kBlockK, kDimV, kCluster>(target, p.v, full, tile * kBlockK, head_k, place.rows_k(), rank);
           ring.advance();
         };
         // The scores of a tile come before the product of the one before it: K0 K1 V0 K2 V1 ...
@@ -145,17 +151,19 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       }
     } else if (stores) {
       prefetch_map(p.out_map);
-      for (; works.left(); works.next())
+      for (; works.left(); works.next()) {
+        const Where place = find_place();
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
           barrier_wait(out_full + 8 * q_ring.slot(), q_ring.parity());
           store_tile<64, kDimV>(p.out_map, q_base + q_ring.slot() * kQSlot,
                                 works.work.tile * block_q + (rank * kGroups + group) * queries, head_of_q(works.work),
-                                works.work.batch);
+                                place.rows_q());
           wait_for_stores();
           barrier_arrive(q_ring.empty(q_ring.slot()));
           q_ring.advance();
         }
+      }
     } else if (GroupLogits::kAny && copier == 2 && lane_index() == 0) {
       if constexpr (kSpec.bias != kNoBias) prefetch_map(p.bias.map);
       if constexpr (kSpec.mask) prefetch_map(p.mask.map);
@@ -227,11 +235,11 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   int head[2], query[2];  // of this lane's rows, for functions of the user
   // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
   // may there be keys that do not exist.
-  const auto weigh = [&](int tile, bool first) {
+  const auto weigh = [&](const Where& place, int tile, bool first) {
     const int first_key = tile * kBlockK;
     const auto slant = [&] {
       return change.slant(
-          first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + p.score.diagonal; },
+          first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + place.diagonal(p.score); },
           [&](int half) { return slope[half]; });
     };
     const bool hides = first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last;
@@ -272,7 +280,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[0].x[j][i] = fmaf(scores[0].x[j][i], unit, bias(j, i));
     }
-    if (hides) scores[0].hide(warp_row, first_key, -kInfinity, [&](int row) { return band.keys(query_of(row)); });
+    if (hides)
+      scores[0].hide(warp_row, first_key, -kInfinity,
+                     [&](int row) { return band_in(band, place).keys(query_of(row)); });
     if constexpr (kSpec.mask) {
       auto shown = logits.row_mask(row_of(p.mask));
 #pragma unroll
@@ -300,7 +310,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     for (int step = 0; step < kBlockK / 16; ++step) scores[0].template operand<T>(weights[step], step);
     if constexpr (kSpec.dropout) kept.drop(weights);
   };
-  const auto finish = [&](const Work& work) {  // out and lse
+  const auto finish = [&](const Where& place, const Work& work) {  // out and lse
     const int slot = q_ring.slot(group);
     float inverse[2], lse[2];
 #pragma unroll
@@ -309,8 +319,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       const int head = head_of_row(work, row);
       softmax.finish(0, half, kNatural ? 1.f : change.scale(), p.sink.of(head), inverse[half], lse[half]);
       if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
-      if (p.lse.data != nullptr && lane_index() % 4 == 0 && query < min(first_query + queries, s.seqlen_q))
-        p.lse.at(work.batch, head)[query * p.lse.row] = lse[half];
+      if (p.lse.data != nullptr && lane_index() % 4 == 0 &&
+          query < min(first_query + queries, sizes_in(s, place).seqlen_q))
+        p.lse.at(place.q(), head)[query * p.lse.row] = lse[half];
     }
     out[0].scale_rows(inverse[0], inverse[1]);
     if constexpr (kStaged) {
@@ -320,7 +331,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       __syncwarp();
       if (lane_index() == 0) barrier_arrive(out_full + 8 * slot);
     } else {
-      const Matrix target = head_of(p.out, work.batch, work.head, s.seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
+      const Matrix target =
+          head_of(p.out, place.q(), work.head, sizes_in(s, place).seqlen_q, s.head_dim_v, kSpec.float32_out ? 4 : 2);
       if constexpr (kSpec.float32_out)
         store_direct<float, 4>(out[0], target, first_query + warp_row, 0);
       else
@@ -341,12 +353,15 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll 1
   while (works.left()) {
     const Work work = works.work;
+    const Where place = find_place();
+    const Band& its_band = band_in(band, place);
+    const int seqlen_q = sizes_in(s, place).seqlen_q;
     first_query = work.tile * block_q + (rank * kGroups + group) * queries;
-    seen_by_all = keys_of_all(band, {first_query, min(first_query + queries, s.seqlen_q) - 1});
-    const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
+    seen_by_all = keys_of_all(its_band, {first_query, min(first_query + queries, seqlen_q) - 1});
+    const Range tiles = tiles_of(its_band, work.tile * block_q, block_q, kBlockK);
     // With a block mask all groups compute what one of them sees: it shows them the same.
-    const Range own = kSpec.blocks || first_query < s.seqlen_q
-                          ? tiles_of(band, kSpec.blocks ? work.tile * block_q : first_query,
+    const Range own = kSpec.blocks || first_query < seqlen_q
+                          ? tiles_of(its_band, kSpec.blocks ? work.tile * block_q : first_query,
                                      kSpec.blocks ? block_q : queries, kBlockK)
                           : Range{0, -1};
     const auto shown = shown_to(work);
@@ -376,7 +391,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       ring.release();
       ring.advance();
       if (before > 0) skip(1);
-      weigh(first_tile, true);
+      weigh(place, first_tile, true);
       round_weights();
 #pragma unroll 1
       for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
@@ -389,7 +404,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         turns.pass_on();
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
-        const bool raised = weigh(tile, false);
+        const bool raised = weigh(place, tile, false);
         wgmma_wait<0>();  // out is there; v and the registers of the weights are free
         ring.release(1);
         ring.advance(2);
@@ -409,7 +424,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       works.next();
       if (!kSpec.blocks && tiles.last >= tiles.first) sit_out(tiles.last - tiles.first + 1, true), skip(1);
     }
-    finish(work);
+    finish(place, work);
   }
   turns.close();
   if constexpr (kCluster > 1) cluster_sync();  // nobody leaves whom the other may still tell of a free slot

@@ -57,6 +57,24 @@ __device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, ui
       "l"(&map), "r"(barrier), "r"(col), "r"(head), "r"(row), "r"(batch)
       : "memory");
 }
+// A box of rows of one of packed sequences, `row` counting from its `first` one; what is beyond its `count` is read as
+// zero, and not written. Such a map (tensor_map.py) has the rows in three axes: the coordinates of a row add up to it,
+// and the first of them leaves the array where the sequence ends.
+constexpr int kMappedRows = 1 << 30;
+__device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, uint32 barrier, int col, int row,
+                                         int head, int first, int count) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(col), "r"(head), "r"(kMappedRows - count + row), "r"(first + count), "r"(kMappedRows)
+      : "memory");
+}
+__device__ __forceinline__ void store_box(const TensorMap& map, uint32 source, int col, int row, int head, int first,
+                                          int count) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
+               "r"(source), "r"(col), "r"(head), "r"(kMappedRows - count + row), "r"(first + count), "r"(kMappedRows)
+               : "memory");
+}
 // To the same address of the blocks of the cluster that `blocks` has a bit for; each one's own barrier counts the
 // bytes.
 __device__ __forceinline__ void copy_box_to_all(uint32 target, const TensorMap& map, uint32 barrier, int col, int row,

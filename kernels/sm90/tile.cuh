@@ -19,10 +19,20 @@ __device__ __forceinline__ uint32 first_tile(const char* shared) {
 __device__ constexpr int panels(int cols) { return (cols + 63) / 64; }
 __device__ constexpr int tile_bytes(int rows, int cols) { return panels(cols) * rows * kRowBytes; }
 
-// In a cluster each block copies its part of the rows to all.
-template <int kRows, int kCols, int kCluster = 1>
+// A box of one of packed sequences.
+__device__ __forceinline__ void copy_box(uint32 target, const TensorMap& map, uint32 full, int col, int row, int head,
+                                         PackedRows rows) {
+  copy_box(target, map, full, col, row, head, rows.first, rows.count);
+}
+__device__ __forceinline__ void store_box(const TensorMap& map, uint32 source, int col, int row, int head,
+                                          PackedRows rows) {
+  store_box(map, source, col, row, head, rows.first, rows.count);
+}
+
+// `Batch`: its number, or PackedRows. In a cluster each block copies its part of the rows to all.
+template <int kRows, int kCols, int kCluster = 1, class Batch>
 __device__ __forceinline__ void copy_tile(uint32 target, const TensorMap& map, uint32 full, int row, int head,
-                                          int batch, int rank = 0) {
+                                          Batch batch, int rank = 0) {
   constexpr int kPart = kRows / kCluster;
 #pragma unroll
   for (int i = 0; i < panels(kCols); ++i) {
@@ -33,8 +43,8 @@ __device__ __forceinline__ void copy_tile(uint32 target, const TensorMap& map, u
       copy_box_to_all(part, map, full, 64 * i, row + rank * kPart, head, batch, (1 << kCluster) - 1);
   }
 }
-template <int kRows, int kCols>
-__device__ __forceinline__ void store_tile(const TensorMap& map, uint32 source, int row, int head, int batch) {
+template <int kRows, int kCols, class Batch>
+__device__ __forceinline__ void store_tile(const TensorMap& map, uint32 source, int row, int head, Batch batch) {
 #pragma unroll
   for (int i = 0; i < panels(kCols); ++i) store_box(map, source + i * kRows * kRowBytes, 64 * i, row, head, batch);
 }
