@@ -328,6 +328,22 @@ def test_finite_numbers_hide_nothing(backend, value, seqlen_k):
         np.testing.assert_allclose(shifted[:, 5], mean, atol=8 * backend.eps + 1e-6)
 
 
+@pytest.mark.parametrize("value", [-1e4, -1e9, -1e30, float(np.finfo(np.float32).min)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_of_padding(backend16, value, head_dim):
+    """A row of the least number, whose result nobody uses, changes no gradient but its own: nothing there overflows."""
+    x = case(backend16, 70, 130, head_dim=head_dim)
+    bias = backend16.xp.zeros((70, 130), np.float32)
+    bias[5] = value
+    dout = x.dout.copy()
+    dout[:, 5] = 0
+    out, lse = cupyflash.attention(*x.qkv, bias=bias, return_lse=True)
+    got = tools.named(cupyflash.attention_backward(dout, *x.qkv, out, lse, bias=bias))
+    right = tools.expectation(backend16, *x.qkv, dout, bias=bias)
+    for name, gradient in got.items():
+        tools.assert_close(name, backend16.host(gradient), *right[name])
+
+
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 def test_not_finite(backend, value):
     """Its row is NaN, as the formula says, and no other; where the key is hidden it counts for nothing."""

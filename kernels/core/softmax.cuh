@@ -7,10 +7,6 @@
 
 namespace cupyflash {
 
-struct Nothing {
-  __device__ __forceinline__ void operator()() const {}
-};
-
 template <int kRowTiles>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.f;      // log2 of how far the maximum may lag
@@ -27,20 +23,18 @@ struct OnlineSoftmax {
 
   // scores -> exp2(scale_log2 * (scores - top)), added to sum. Where they exceed top it is raised first, and
   // `rescale(factor)` is to bring out after it: a call, so that the factors take no registers during the exponentials.
-  // `meanwhile`: what the exponentials, a quarter of an instruction a cycle, leave time for.
-  template <int kCols, class Rescale, class Work = Nothing>
+  // kRelative: of exponents from which `origin` has been subtracted, with other things that were done to them.
+  // `meanwhile`: what the exponentials, of which a warp gets one in eight cycles, leave time for.
+  template <bool kRelative, int kCols, class Rescale, class Work = Nothing>
   __device__ __forceinline__ void weigh(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2, Rescale rescale,
                                         Work meanwhile = {}) {
-    raise(scores, scale_log2, rescale);
-    exponentiate(scores, scale_log2, meanwhile);
-  }
-
-  // Of exponents, relative to `origin`: an addition that is made with others, when they are.
-  template <int kCols, class Rescale, class Work = Nothing>
-  __device__ __forceinline__ void weigh_relative(Accumulator<kCols> (&exponents)[kRowTiles], Rescale rescale,
-                                                 Work meanwhile = {}) {
-    raise_relative(exponents, rescale);
-    exponentiate_relative(exponents, meanwhile);
+    if constexpr (kRelative) {
+      raise_relative(scores, rescale);
+      exponentiate_relative(scores, meanwhile);
+    } else {
+      raise(scores, scale_log2, rescale);
+      exponentiate(scores, scale_log2, meanwhile);
+    }
   }
   template <int kCols, class Work = Nothing>
   __device__ __forceinline__ void exponentiate_relative(Accumulator<kCols> (&exponents)[kRowTiles],

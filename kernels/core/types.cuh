@@ -20,6 +20,12 @@ __device__ __forceinline__ T same_in_warp(T value) {
 }
 __device__ __forceinline__ int warp_index() { return same_in_warp(threadIdx.x / 32); }
 
+// In the place of a function that has something to do.
+struct Nothing {
+  template <class... Arguments>
+  __device__ __forceinline__ void operator()(Arguments...) const {}
+};
+
 // The same value, of unknown origin: what depends on it is computed where it is used, not kept in registers for a loop.
 template <class T>
 __device__ __forceinline__ T opaque(T value) {

@@ -200,12 +200,6 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           hide_masked(scores[t], LogitItems<unsigned char>::of(p.mask, work.batch, work.head, tile_row, first_key, s));
         }
 
-    const auto weigh = [&](auto rescale) {
-      if constexpr (kRelative)
-        softmax.weigh_relative(scores, rescale);
-      else
-        softmax.weigh(scores, change.scale_log2(), rescale);
-    };
     if constexpr (kPInRegisters) {
       if constexpr (kSpec.stages == 1) {
         wait_copies<0>();
@@ -213,7 +207,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         if (!is_last()) load_tile<kThreads, kAccess>(k_tile(0), k, next() * kSpec.block_k);
         commit_copies();
       }
-      weigh([&](const float (&factor)[kRowTiles][2]) {
+      softmax.template weigh<kRelative>(scores, change.scale_log2(), [&](const float (&factor)[kRowTiles][2]) {
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) out[t].scale_rows(factor[t][0], factor[t][1]);
       });
@@ -222,7 +216,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     } else {
       float factors[kRowTiles][2];
       bool grew = false;
-      weigh([&](const float (&factor)[kRowTiles][2]) {
+      softmax.template weigh<kRelative>(scores, change.scale_log2(), [&](const float (&factor)[kRowTiles][2]) {
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) factors[t][0] = factor[t][0], factors[t][1] = factor[t][1];
         grew = true;

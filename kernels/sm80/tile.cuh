@@ -165,10 +165,6 @@ struct RightTransposed {  // rows from `row` on become the columns
   }
 };
 
-struct Nothing {
-  __device__ __forceinline__ void operator()(int, int) const {}
-};
-
 // acc += left right over kSteps of 16. left(a, t, step): 16 rows; right(b, step, j): 16 columns; meanwhile(i, n): what
 // else to do while piece i of n is multiplied.
 template <class T, int kSteps, int kRowTiles, int kCols, class Left, class Right, class Meanwhile = Nothing>

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       } else if constexpr (kSpec.bias != kNoBias) {
         auto bias = logits.column_bias(p.bias_map, first_row);
         change.template weigh<T, true, kPart>(prob, weights, slant,
-                                              [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse_of(j, i)); });
+                                              [&](int j, int i) { return bias_minus_lse(bias(j, i), lse_of(j, i)); });
       } else {
         change.template weigh<T, true, kPart>(prob, weights, slant, minus_lse);
       }

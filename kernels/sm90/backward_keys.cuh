@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
           } else if constexpr (kSpec.bias != kNoBias) {
             auto bias = logits.column_bias(p.bias_map, warp_row);
             change.template weigh<T, true, kPart>(
-                prob, rounded, slant, [&](int j, int i) { return fmaf(bias(j, i), kLog2E, minus_lse(j, i)); });
+                prob, rounded, slant, [&](int j, int i) { return bias_minus_lse(bias(j, i), -minus_lse(j, i)); });
           } else {
             change.template weigh<T, true, kPart>(prob, rounded, slant, minus_lse);
           }

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       } else if constexpr (kSpec.bias != kNoBias) {
         auto bias = logits.row_bias(row_of(p.bias_map));
         change.template weigh<T, false>(prob, none, slant,
-                                        [&](int j, int i) { return fmaf(bias(j, i), kLog2E, -lse[i / 2]); });
+                                        [&](int j, int i) { return bias_minus_lse(bias(j, i), lse[i / 2]); });
       } else {
         change.template weigh<T, false>(prob, none, slant, minus_lse);
       }

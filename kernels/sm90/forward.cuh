@@ -298,10 +298,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     };
     if constexpr (kSpec.bounded)
       softmax.exponentiate_relative(scores, begin_dropping);
-    else if constexpr (kRelative)
-      softmax.weigh_relative(scores, rescale, begin_dropping);
     else
-      softmax.weigh(scores, exponent_log2, rescale, begin_dropping);
+      softmax.template weigh<kRelative>(scores, exponent_log2, rescale, begin_dropping);
     finish_dropping();
     return raised;
   };
