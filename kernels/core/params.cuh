@@ -41,10 +41,12 @@ struct Sizes {
 __device__ __forceinline__ float hidden_score(const Sizes& s) { return s.scale_log2 < 0.f ? kInfinity : -kInfinity; }
 // An lse in base 2, finite where it is; inf for a row that sees neither a key nor a sink, so that its P is 0. That of
 // one that sees a sink alone is 0 because all of its scores are hidden.
+template <bool kBias = true>  // without a bias it is not that large
 __device__ __forceinline__ float lse_in_base_2(float lse) {
   constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
   const float y = lse * kLog2E;
   if (lse == -kInfinity) return kInfinity;
+  if constexpr (!kBias) return y;
   return fabsf(y) == kInfinity && fabsf(lse) != kInfinity ? copysignf(kLargest, y) : y;
 }
 // A bias in base 2, minus such an lse: both rounded alike. Of a row whose biases are all -1e9 the two are equal, where

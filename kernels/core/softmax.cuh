@@ -116,8 +116,7 @@ struct OnlineSoftmax {
     rescale(factor);
   }
   template <int kCols, class Rescale>
-  __device__ __forceinline__ void raise_relative(Accumulator<kCols> (&exponents)[kRowTiles], bool bounded,
-                                                 Rescale rescale) {
+  __device__ __forceinline__ void raise_relative(Accumulator<kCols> (&exponents)[kRowTiles], Rescale rescale) {
     float m[kRowTiles][2], rest[kRowTiles][2];  // of top
     bool grew = false, remote = false;
 #pragma unroll

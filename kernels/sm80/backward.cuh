@@ -20,7 +20,7 @@ namespace cupyflash {
 
 // Base-2 lse and delta of the queries of one tile, in shared memory. A row that does not exist, or whose lse is
 // -inf, gets lse = +inf, which makes its P exactly 0.
-template <int kRows>
+template <int kRows, bool kBias>
 struct Statistics {
   float* lse;  // kRows, then kRows of delta
 
@@ -31,7 +31,7 @@ struct Statistics {
     const int row = first + threadIdx.x;
     if (threadIdx.x >= kRows || row >= s.seqlen_q) return {kInfinity, 0.f};
     const float lse = p.lse.at(batch, head)[row * p.lse.row];
-    return {lse_in_base_2(lse), p.delta.at(batch, head)[row * p.delta.row]};
+    return {lse_in_base_2<kBias>(lse), p.delta.at(batch, head)[row * p.delta.row]};
   }
   __device__ __forceinline__ void put(Row row) const {
     if (threadIdx.x < kRows) lse[threadIdx.x] = row.lse, lse[kRows + threadIdx.x] = row.delta;
@@ -86,7 +86,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   uint32* const kept_words = reinterpret_cast<uint32*>(statistics_base + kSpec.stages * 2 * kBlockQ);  // of one tile
   const auto q_tile = [&](int stage) { return QTile(q_base + stage * QTile::kBytes); };
   const auto dout_tile = [&](int stage) { return DoutTile(dout_base + stage * DoutTile::kBytes); };
-  const auto statistics = [&](int stage) { return Statistics<kBlockQ>{statistics_base + stage * 2 * kBlockQ}; };
+  const auto statistics = [&](int stage) {
+    return Statistics<kBlockQ, kSpec.bias != kNoBias>{statistics_base + stage * 2 * kBlockQ};
+  };
 
   uint32 index = blockIdx.x;
   if constexpr (kSpec.deterministic) {  // a block may only wait for blocks that have started
@@ -137,7 +139,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     load_tile<kThreads, kAccess>(v_tile, head_of(p.v, place.k(), work.head, s.seqlen_k, s.head_dim_v), first_key);
     load_queries(0, head, tile);
     commit_copies();
-    statistics(0).put(Statistics<kBlockQ>::fetch(p, s, place.q(), head, tile * kBlockQ));
+    statistics(0).put(Statistics<kBlockQ, kSpec.bias != kNoBias>::fetch(p, s, place.q(), head, tile * kBlockQ));
   }
 
 #pragma unroll 1
@@ -279,8 +281,10 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       product<T, kBlockQ / 16>(dv, Left(p_tile, grad_row), Right(dout_tile(stage), grad_col_v));
       product<T, kBlockQ / 16>(dk, Left(ds_tile, grad_row), Right(q_tile(stage), grad_col));
     }
-    typename Statistics<kBlockQ>::Row next_row = {kInfinity, 0.f};  // on its way while dq is computed
-    if (remaining > 1) next_row = Statistics<kBlockQ>::fetch(p, s, place.q(), next_head, next_tile * kBlockQ);
+    typename Statistics<kBlockQ, kSpec.bias != kNoBias>::Row next_row = {kInfinity,
+                                                                         0.f};  // on its way while dq is computed
+    if (remaining > 1)
+      next_row = Statistics<kBlockQ, kSpec.bias != kNoBias>::fetch(p, s, place.q(), next_head, next_tile * kBlockQ);
 
     Accumulator<kDqCols> dq[kDqRows / 16];
 #pragma unroll

@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         const auto lse = [&](int row) {  // of a row that is not there or sees no key: P is 0
           const float natural =
               row < sizes_in(s, place).seqlen_q ? p.lse.at(place.q(), head)[row * p.lse.row] : -kInfinity;
-          return lse_in_base_2(natural);
+          return lse_in_base_2<kSpec.bias != kNoBias>(natural);
         };
         const auto delta = [&](int row) {
           return row < sizes_in(s, place).seqlen_q ? p.delta.at(place.q(), head)[row * p.delta.row] : 0.f;

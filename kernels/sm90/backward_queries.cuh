@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const int row = first_query + warp_row + dq.row(half);
       lse[half] = kInfinity, delta[half] = 0.f;  // of a row that is not there or sees no key: P is 0
       if (row < sizes_in(s, place).seqlen_q) {
-        lse[half] = lse_in_base_2(p.lse.at(place.q(), work.head)[row * p.lse.row]);
+        lse[half] = lse_in_base_2<kSpec.bias != kNoBias>(p.lse.at(place.q(), work.head)[row * p.lse.row]);
         delta[half] = p.delta.at(place.q(), work.head)[row * p.delta.row];
       }
     }
