@@ -86,9 +86,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   uint32* const kept_words = reinterpret_cast<uint32*>(statistics_base + kSpec.stages * 2 * kBlockQ);  // of one tile
   const auto q_tile = [&](int stage) { return QTile(q_base + stage * QTile::kBytes); };
   const auto dout_tile = [&](int stage) { return DoutTile(dout_base + stage * DoutTile::kBytes); };
-  const auto statistics = [&](int stage) {
-    return Statistics<kBlockQ, kSpec.bias != kNoBias>{statistics_base + stage * 2 * kBlockQ};
-  };
+  using TileStatistics = Statistics<kBlockQ, kSpec.bias != kNoBias>;
+  const auto statistics = [&](int stage) { return TileStatistics{statistics_base + stage * 2 * kBlockQ}; };
 
   uint32 index = blockIdx.x;
   if constexpr (kSpec.deterministic) {  // a block may only wait for blocks that have started
@@ -139,7 +138,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     load_tile<kThreads, kAccess>(v_tile, head_of(p.v, place.k(), work.head, s.seqlen_k, s.head_dim_v), first_key);
     load_queries(0, head, tile);
     commit_copies();
-    statistics(0).put(Statistics<kBlockQ, kSpec.bias != kNoBias>::fetch(p, s, place.q(), head, tile * kBlockQ));
+    statistics(0).put(TileStatistics::fetch(p, s, place.q(), head, tile * kBlockQ));
   }
 
 #pragma unroll 1
@@ -281,10 +280,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       product<T, kBlockQ / 16>(dv, Left(p_tile, grad_row), Right(dout_tile(stage), grad_col_v));
       product<T, kBlockQ / 16>(dk, Left(ds_tile, grad_row), Right(q_tile(stage), grad_col));
     }
-    typename Statistics<kBlockQ, kSpec.bias != kNoBias>::Row next_row = {kInfinity,
-                                                                         0.f};  // on its way while dq is computed
-    if (remaining > 1)
-      next_row = Statistics<kBlockQ, kSpec.bias != kNoBias>::fetch(p, s, place.q(), next_head, next_tile * kBlockQ);
+    typename TileStatistics::Row next_row = {kInfinity, 0.f};  // on its way while dq is computed
+    if (remaining > 1) next_row = TileStatistics::fetch(p, s, place.q(), next_head, next_tile * kBlockQ);
 
     Accumulator<kDqCols> dq[kDqRows / 16];
 #pragma unroll
