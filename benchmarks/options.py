@@ -35,7 +35,7 @@ from cupyflash.roofline_report import count, rate
 DEVICE, BLOCK = "cuda", 128
 CAP, DROPPED, TOLERANCE = 30.0, {"dropout": 0.1, "seed": 0}, 2e-2
 WINDOW = DOCUMENT = 1024  # documents have as many tokens, or up to twice that
-ALIBI, SAME_DOCUMENT = "score - slope[h] * abs(i - j)", "document[i] == document[j]"
+ALIBI, SAME_DOCUMENT = "score - slope[h] * fabs(float(i - j))", "document[i] == document[j]"
 METHOD = (
     "milliseconds of a call, by the host's clock around calls without a pause, those of a row in turn: median of {} "
     "samples of {} s, each after as long untimed. FlexAttention by torch.compile in its default mode; its backward "
