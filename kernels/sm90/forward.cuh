@@ -253,7 +253,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     const auto finish_dropping = [&] {
       if constexpr (kSpec.dropout) kept.finish(dropping, first_query + warp_row, first_key);
     };
-    if constexpr (kSpec.bounded)
+    if constexpr (kSpec.bounded && kWarpgroups == 2)  // three have no registers for it
       if (!hides && !kSpec.mask && change.all_near(scores[0])) {
         // In one piece, so that the series runs beside the exponentials.
         change.template cap<false>(scores[0], slant(), minus_origin);
