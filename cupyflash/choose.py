@@ -441,7 +441,10 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
     changed = problem.mods is not None or any(_change(problem))
     if reads(problem):
-        spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS), problem.dropout > 0)  # which spills with one at 128
+        table = HOPPER_FORWARD_LOGITS
+        if problem.blocks:
+            table = {limit: tilings for limit, tilings in table.items() if divides_mask_tile(tilings[0][0])}
+        spec = _with_logits(make, row(table), problem.dropout > 0)  # which spills with one at 128
     elif problem.blocks:
         spec = make(row(HOPPER_FORWARD_BLOCKS))
     elif problem.mods and problem.mods.reads:
@@ -529,9 +532,11 @@ def split_packed(problem: Problem, access: int, deterministic: bool) -> bool:
 
 
 def _mixes(problem: Problem) -> bool:
-    """Whether it has options that only the portable kernels combine. Hopper's bring tiles of bias and mask for every
-    tile of keys, also for those that a block mask hides, and have no registers for functions of the user beside both.
+    """Whether it has options that only the portable kernels combine. Hopper's bring tiles of a bias for every tile of
+    keys, also for those that a block mask hides, and have no registers for functions of the user beside either.
     """
+    if problem.bias is None and problem.mods is None:
+        return False
     return reads(problem) + problem.blocks + (problem.mods is not None) > 1
 
 

@@ -106,6 +106,10 @@ struct QueryTiles {
     ++tile;
     find(key_blocks);
   }
+  // Whether the element mask hides some of `tile`.
+  __device__ __forceinline__ bool in_part(const BlockMask& key_blocks) const {
+    return of_head(key_blocks, head).in_part(tile);
+  }
   // Before the first `next`.
   __device__ __forceinline__ int count(const BlockMask& key_blocks) const {
     int tiles = 0;

@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   static_assert(!Change::kModded || !kSpec.blocks && !TileLogits::kAny, "no registers are left for both");
-  static_assert(!kSpec.blocks || !TileLogits::kAny, "their tiles come for all keys");
+  static_assert(!kSpec.blocks || kSpec.bias == kNoBias, "its tiles come for all keys");
   static_assert(!kSpec.dropout || !Change::kModded && !TileLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   Works<kSpec.varlen, kKeyTiles> works(p.keys, s, p.segments, blockIdx.x, gridDim.x, false);
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       if (warp == 1) douts.copy_keys(p.v_map, work.tile * kTile, work.head, place.rows_k());
       if (warp == 2) queries.pass_keys();
       if (warp == 3) douts.pass_keys();
-      const auto pass = [&](int head, int first, int last) {
+      const auto pass = [&](int head, int first, int last, bool in_part) {
         const auto lse = [&](int row) {  // of a row that is not there or sees no key: P is 0
           const float natural =
               row < sizes_in(s, place).seqlen_q ? p.lse.at(place.q(), head)[row * p.lse.row] : -kInfinity;
@@ -299,16 +299,17 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
           if (warp == 1) douts.copy_queries(p.dout_map, row, head, place.rows_q());
           if (warp == 2) queries.add_statistics(row, lse);
           if constexpr (TileLogits::kAny)
-            if (warp == 2 && lane_index() == 0)
+            if (warp == 2 && lane_index() == 0 && in_part)
               logits.copy(p.bias_map, p.mask_map, {work.batch, head, row, work.tile * kTile});
           if (warp == 3) douts.add_statistics(row, delta);
         }
       };
       if constexpr (kSpec.blocks)
-        for (; shown.left(); shown.next(p.key_blocks)) pass(shown.head, shown.tile, shown.tile);
+        for (; shown.left(); shown.next(p.key_blocks))
+          pass(shown.head, shown.tile, shown.tile, !kSpec.mask || shown.in_part(p.key_blocks));
       else
         for (int head = work.head * s.group; head < (work.head + 1) * s.group; ++head)
-          pass(head, tiles.first, tiles.last);
+          pass(head, tiles.first, tiles.last, true);
     }
     return;
   }
@@ -330,8 +331,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       auto shown = shown_to(tiles);
       float slope = 0.f;
       const auto weigh = [&](Accumulator<kTile>& prob, uint32(&weights)[kTile / 16][4]) {
+        bool in_part = true;
         if constexpr (kSpec.blocks) {
           tile = shown.tile, head = shown.head;
+          if constexpr (kSpec.mask) in_part = shown.in_part(p.key_blocks);
           shown.next(p.key_blocks);
         }
         const int first_query = tile * kTile;
@@ -349,7 +352,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
               [&](int) { return slope; });
           constexpr int kPart = kSpec.access == 16 ? 2 : 1;  // the narrow stores take registers
           const auto minus_lse = [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; };
-          logits.wait();
+          if (in_part) logits.wait();
           if constexpr (Change::kModded) {
             const auto places =
                 mod::Places<Rows::kKeys, kTile>::from(s, work.batch, head - 1, first_key + warp_row, first_query);
@@ -363,8 +366,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
             change.template weigh<T, true, kPart>(prob, rounded, slant, minus_lse);
           }
           if (masked) change.hide(prob, rounded, first_key + warp_row, first_query, visible);
-          if constexpr (kSpec.mask) change.hide_masked(prob, rounded, logits.column_mask(p.mask_map, warp_row));
-          logits.release();
+          if constexpr (kSpec.mask) {
+            if (in_part) change.hide_masked(prob, rounded, logits.column_mask(p.mask_map, warp_row));
+          }
+          if (in_part) logits.release();
         } else {
           if (masked) prob.hide(first_key + warp_row, first_query, hidden_score(s), visible);
 #pragma unroll

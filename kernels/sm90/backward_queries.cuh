@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 
   static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
   extern __shared__ __align__(1024) char shared[];
-  static_assert(!kSpec.blocks || !GroupLogits::kAny, "their tiles come for all keys");
+  static_assert(!kSpec.blocks || kSpec.bias == kNoBias, "its tiles come for all keys");
   __shared__ uint64 barriers[2 * (1 + 1 + kSlots + kSlotsV) + kGroups * GroupLogits::kBarriers];
   const uint32 q_base = first_tile(shared), dout_base = q_base + kGroups * kQBytes;
   const uint32 k_base = dout_base + kGroups * kDoutBytes, v_base = k_base + kSlots * kKBytes;
@@ -73,12 +73,17 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         for (; works.left(); works.next()) {
           const Work& work = works.work;
           const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
+          const auto shown = shown_to(work);
 #pragma unroll 1
-          for (int tile = tiles.first; tile <= tiles.last; ++tile, ++count)
+          for (int tile = shown.up(tiles.first, tiles.last); tile <= tiles.last;
+               tile = shown.up(tile + 1, tiles.last)) {
+            if (!shown.in_part(tile)) continue;
 #pragma unroll
             for (int i = 0; i < kGroups; ++i)
               logits_of(i, count).copy(p.bias_map, p.mask_map,
                                        {work.batch, work.head, work.tile * kBlockQ + 64 * i, tile * kBlockK});
+            ++count;
+          }
         }
       }
     if (threadIdx.x % 128 > 0) return;
@@ -152,7 +157,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   };
   KeptFragment<Rows::kQueries, kBlockK> kept;
   const auto dropping = [&] { return Dropping{p.dropout, works.work.batch, works.work.head}; };
-  const auto exponentiate = [&](const Where& place, int tile) {  // S -> P
+  const auto exponentiate = [&](const Where& place, int tile, bool in_part) {  // S -> P
     const int first_key = tile * kBlockK;
     const Band& its_band = band_in(band, place);
     const Range seen_by_all =
@@ -179,8 +184,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         change.template weigh<T, false>(prob, none, slant, minus_lse);
       }
       if (masked) prob.hide(first_query + warp_row, first_key, 0.f, visible);
-      if constexpr (kSpec.mask) change.hide_masked(prob, none, logits.row_mask(row_of(p.mask_map)));
-      logits.release();
+      if constexpr (kSpec.mask) {
+        if (in_part) change.hide_masked(prob, none, logits.row_mask(row_of(p.mask_map)));
+      }
+      if (in_part) logits.release();
     } else {
       if (masked) prob.hide(first_query + warp_row, first_key, hidden_score(s), visible);
 #pragma unroll
@@ -213,10 +220,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   };
   // The wait for the next k, or the release of q, stands between the exponentials and the wait for dP: the compiler
   // would move them behind it.
-  const auto finish_tile = [&](const Where& place, int tile, bool last) {
-    logits.wait();
+  const auto finish_tile = [&](const Where& place, int tile, bool last, bool in_part) {
+    if (in_part) logits.wait();
     wgmma_wait<1>();  // the scores are there, dP goes on
-    exponentiate(place, tile);
+    exponentiate(place, tile, in_part);
     if (last)
       q_ring.release();
     else
@@ -254,7 +261,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       dout_ring.wait();
       v_ring.wait();
       issue_products();
-      finish_tile(place, first_tile, shown.is_last(first_tile, tiles.last));
+      finish_tile(place, first_tile, shown.is_last(first_tile, tiles.last), shown.in_part(first_tile));
 #pragma unroll 1
       for (int tile = shown.up(first_tile + 1, tiles.last); tile <= tiles.last; tile = shown.up(tile + 1, tiles.last)) {
         issue_dq();  // of the tile before
@@ -264,7 +271,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         k_ring.advance();
         v_ring.wait();
         issue_products();
-        finish_tile(place, tile, shown.is_last(tile, tiles.last));
+        finish_tile(place, tile, shown.is_last(tile, tiles.last), shown.in_part(tile));
       }
       dout_ring.release();
       issue_dq();

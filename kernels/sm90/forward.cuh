@@ -48,7 +48,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
   using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
   static_assert(!GroupLogits::kAny || kTeams == 1, "a warp is left to copy them");
-  static_assert(!kSpec.blocks || !GroupLogits::kAny, "their tiles come for all keys");
+  static_assert(!kSpec.blocks || kSpec.bias == kNoBias, "its tiles come for all keys");
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
   static_assert(!kSpec.blocks || !kSpec.packed && kMaskTile % (64 * kCluster * kGroups) == 0,
                 "the rows of a tile have the same blocks");
@@ -171,13 +171,17 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       for (; works.left(); works.next()) {
         const Work& work = works.work;
         const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
+        const auto shown = shown_to(work);
 #pragma unroll 1
-        for (int tile = tiles.last; tile >= tiles.first; --tile)
+        for (int tile = shown.down(tiles.last, tiles.first); tile >= tiles.first;
+             tile = shown.down(tile - 1, tiles.first))
 #pragma unroll
           for (int group = 0; group < kGroups; ++group) {
             const int first = work.tile * block_q + (rank * kGroups + group) * queries;
-            const Range own = first < s.seqlen_q ? tiles_of(band, first, queries, kBlockK) : Range{0, -1};
-            if (tile >= own.first && tile <= own.last)
+            const Range own = kSpec.blocks         ? tiles
+                              : first < s.seqlen_q ? tiles_of(band, first, queries, kBlockK)
+                                                   : Range{0, -1};
+            if (tile >= own.first && tile <= own.last && shown.in_part(tile))
               logits_of(group, counts[group]++)
                   .copy(p.bias, p.mask, {work.batch, head_of_q(work), first, tile * kBlockK}, queries,
                         kSpec.packed ? s.group : 1);
@@ -235,7 +239,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   int head[2], query[2];  // of this lane's rows, for functions of the user
   // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
   // may there be keys that do not exist.
-  const auto weigh = [&](const Where& place, int tile, bool first) {
+  const auto weigh = [&](const Where& place, int tile, bool first, bool in_part) {
     const int first_key = tile * kBlockK;
     const auto slant = [&] {
       return change.slant(
@@ -271,7 +275,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     } else if constexpr (Change::kAny) {
       change.template apply<kPart>(scores[0], slant(), minus_origin);
     }
-    logits.wait();
+    if (in_part) logits.wait();
     if constexpr (kSpec.bias != kNoBias) {
       auto bias = logits.row_bias(row_of(p.bias));
       const float unit = Change::kAny ? kLn2 : s.scale;
@@ -284,13 +288,15 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       scores[0].hide(warp_row, first_key, -kInfinity,
                      [&](int row) { return band_in(band, place).keys(query_of(row)); });
     if constexpr (kSpec.mask) {
-      auto shown = logits.row_mask(row_of(p.mask));
+      if (in_part) {
+        auto shown = logits.row_mask(row_of(p.mask));
 #pragma unroll
-      for (int j = 0; j < kBlockK / 8; ++j)
+        for (int j = 0; j < kBlockK / 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[0].x[j][i] = shown(j, i) ? scores[0].x[j][i] : -kInfinity;
+          for (int i = 0; i < 4; ++i) scores[0].x[j][i] = shown(j, i) ? scores[0].x[j][i] : -kInfinity;
+      }
     }
-    logits.release();
+    if (in_part) logits.release();
     bool raised = false;  // of this warp: its out is not there yet, and to wait is for the warpgroup
     const auto rescale = [&](const float (&by)[1][2]) {
       factor[0] = by[0][0], factor[1] = by[0][1];
@@ -389,7 +395,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       ring.release();
       ring.advance();
       if (before > 0) skip(1);
-      weigh(place, first_tile, true);
+      weigh(place, first_tile, true, shown.in_part(first_tile));
       round_weights();
 #pragma unroll 1
       for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
@@ -400,9 +406,10 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         ring.wait(1);
         issue_out(1);  // of the tile before
         turns.pass_on();
+        const bool in_part = shown.in_part(tile);
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
-        const bool raised = weigh(place, tile, false);
+        const bool raised = weigh(place, tile, false, in_part);
         wgmma_wait<0>();  // out is there; v and the registers of the weights are free
         ring.release(1);
         ring.advance(2);
