@@ -535,9 +535,9 @@ def _mixes(problem: Problem) -> bool:
     """Whether it has options that only the portable kernels combine. Hopper's bring tiles of a bias for every tile of
     keys, also for those that a block mask hides, and have no registers for functions of the user beside either.
     """
-    if problem.bias is None and problem.mods is None:
-        return False
-    return reads(problem) + problem.blocks + (problem.mods is not None) > 1
+    if problem.mods:
+        return reads(problem)
+    return problem.bias is not None and problem.blocks
 
 
 def forward_elsewhere(problem: Problem) -> bool:

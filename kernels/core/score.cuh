@@ -71,14 +71,15 @@ struct ScoreChange {
     return slant;
   }
 
-  // Scores -> exponents, for the forward. `base(j, i)` is added to x[j][i]: minus the maximum, or 0.
+  // Scores -> exponents, or natural logits for functions of the user. `base(j, i)` is added to x[j][i]: minus the
+  // maximum, or 0.
   template <int kPart = 2, int kCols, class Base>
   __device__ __forceinline__ void apply(Accumulator<kCols>& x, const Slant& slant, Base base) const {
     const auto take = [&](int j, const float (&exponent)[4], const float (&)[4]) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) x.x[j][i] = exponent[i];
     };
-    if constexpr (kSoftcap) {
+    if constexpr (kSoftcap && !kNatural) {
       if (all_near(x)) return cap<false>(x, slant, base);
 #pragma unroll
       for (int first = 0; first < kCols / 8; first += kPart) {

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   Tiles tiles(first_tile(shared), barriers, jobs, alibis, places, key_tiles);
   uint32* const kept_words = reinterpret_cast<uint32*>(shared + (tiles.kept - shared_address(shared)));
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
-  static_assert(!Change::kModded || !kSpec.blocks && !TileLogits::kAny, "no registers are left for both");
+  static_assert(!Change::kModded || !TileLogits::kAny, "no registers are left for both");
   static_assert(!kSpec.dropout || !Change::kModded && !kSpec.blocks && !TileLogits::kAny, "nor beside dropout");
   if constexpr (Change::kModded) {
     __shared__ int heads[kSpec.stages];

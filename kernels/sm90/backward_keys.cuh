@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   const Band band(s);
   using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
-  static_assert(!Change::kModded || !kSpec.blocks && !TileLogits::kAny, "no registers are left for both");
+  static_assert(!Change::kModded || !TileLogits::kAny, "no registers are left for both");
   static_assert(!kSpec.blocks || kSpec.bias == kNoBias, "its tiles come for all keys");
   static_assert(!kSpec.dropout || !Change::kModded && !TileLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};

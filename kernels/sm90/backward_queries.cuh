@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   const Band band(s);
   using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
-  static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
+  static_assert(!Change::kModded || !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const auto shown_to = [&](const Work& work) {
     return ShownTiles<kSpec.blocks, kBlockK>::of(p.blocks, work.batch, work.head, work.tile * kBlockQ);

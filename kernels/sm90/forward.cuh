@@ -90,7 +90,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   static_assert(!kSpec.bounded || kSpec.softcap && !kSpec.alibi && kSpec.bias == kNoBias && !Change::kModded,
                 "nothing else changes what softcap bounds");
-  static_assert(!Change::kModded || !kSpec.blocks && !GroupLogits::kAny, "no registers are left for both");
+  static_assert(!Change::kModded || !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
   const int rank = kCluster > 1 ? blockIdx.x % kCluster : 0;
