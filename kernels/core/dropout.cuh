@@ -177,14 +177,20 @@ struct KeptFragment {
     }
   }
   __device__ __forceinline__ void finish(const Dropping& dropping, int row, int col) {
+    uint32 open = 0;
 #pragma unroll
-    for (int n = 0; n < kLaneWords; ++n) {
-      const auto [block, stream] = counter_of(row, col + 64 * n);
-      const uint32 word = dropping.finished(begun[n], block, stream);
+    for (int n = 0; n < kLaneWords; ++n) open |= begun[n].open;
+    if (__any_sync(kFullWarp, open))
 #pragma unroll
-      for (int step = 4 * n; step < kCols / 16 && step < 4 * n + 4; ++step)
-        blocks[step].even = __shfl_sync(kFullWarp, word, 8 * (step - 4 * n) + Kept<kRows>::stream(lane_index()))
-                            << Kept<kRows>::shift(lane_index());
+      for (int n = 0; n < kLaneWords; ++n) {
+        const auto [block, stream] = counter_of(row, col + 64 * n);
+        begun[n].less = ~dropping.finished(begun[n], block, stream);
+      }
+#pragma unroll
+    for (int step = 0; step < kCols / 16; ++step) {
+      const uint32 word =
+          __shfl_sync(kFullWarp, ~begun[step / 4].less, 8 * (step % 4) + Kept<kRows>::stream(lane_index()));
+      blocks[step].even = word << Kept<kRows>::shift(lane_index());
     }
   }
   // What is dropped becomes 0.
