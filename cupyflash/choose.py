@@ -140,11 +140,20 @@ HOPPER_FORWARD = {
 }
 # The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
-# Dropout by count, not timed: two of four schedulers make a tile's words, 8 for 64 x 128 weights of a warp, 220
-# instructions each; those who compute need 1.5 more a weight forward, 3.5 backward, of 9 and 14 or so. At 128,
-# 128 x 128 weights are 3000 issued instructions where the products take 2800 cycles: expected 0.8 to 0.9 of the speed
-# without, backward 0.85.
-HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with these, dropout
+# What slows the softmax down beside the products (H200; a loop in one warpgroup, m64n128k16 without pause in another,
+# cycles of a warp's instruction alone and then beside it):
+#   FFMA, FADD, FMUL         1.1, 1.35; each takes 0.95 of a cycle from the tensor cores, which wait for the registers
+#   exp2                     8, 10       takes nothing
+#   max, select, pack, LOP3, IMAD, pairs of float16   2.1, 3.7; an integer sum 1.1, 1.9: take nothing
+# In the loop at 128 a warp gets an instruction into its scheduler every two to three cycles, whatever its kind: what is
+# added counts in full, unless it runs beside the exponentials, in one piece with them. Tried, 128, 8192, of the speed
+# without the option, in samples of 20 to 30 ms:
+#   softcap     0.60: a vote for every 16 columns; 0.72: its series in five instructions, exponents made relative to
+#               the maximum at once; 0.83: and no maximum where the cap bounds it; 0.70: with one branch in between
+#   dropout     0.51: a call of Philox for 4 weights; 0.26: bits of 32 weights by two idle warps; 0.51: by those who
+#               compute, while the scores are on their way, who wait little; 0.56 to 0.65: beside the exponentials
+#   mbarriers   waits with a limit of 10 ms instead of the machine's, which ask less often: 9 % less at 64
+HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with this, dropout
 HOPPER_FORWARD_ALL = {128: ((96, 1, 1, 2, 4, 5),) * 4}  # and with these, softcap, ALiBi and dropout together
 # The same for a bias and a mask: the first tiling of a row that leaves room for a tile of them for each warpgroup, or
 # for two. A warp that would decide what dropout keeps copies these tiles: those who compute decide. By count, at 128:
