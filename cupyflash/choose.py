@@ -138,7 +138,10 @@ HOPPER_FORWARD = {
     192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
     256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
-# The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
+# The same for what spills with the rows above: softcap, and one that bounds the logits or is beside ALiBi.
+HOPPER_FORWARD_SOFTCAP = {64: ((128, 1, 1, 3, 6, 6),) * 4}
+HOPPER_FORWARD_TIGHT = {64: ((96, 1, 1, 3, 6, 6),) * 4}
+# And dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 # Dropout by count, not timed: two of four schedulers make a tile's words, 8 for 64 x 128 weights of a warp, 220
 # instructions each; those who compute need 1.5 more a weight forward, 3.5 backward, of 9 and 14 or so. At 128,
@@ -448,11 +451,14 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         spec = make(row(HOPPER_FORWARD_READS))
     else:
         at = 2 * problem.banded + bool(problem.varlen or problem.seqlen_k > SHORT)
-        spec = make(row(HOPPER_FORWARD)[at])
+        tilings = HOPPER_FORWARD
+        if problem.softcap is not None:
+            tilings = tilings | (HOPPER_FORWARD_TIGHT if problem.alibi or _bounded(problem) else HOPPER_FORWARD_SOFTCAP)
+        spec = make(row(tilings)[at])
         both = problem.mods is not None and any(_change(problem))
         spare = problem.dropout or both or changed and (spec.packed or access < 16 or problem.varlen)
         if spare or problem.varlen and 64 < max(d, dv) <= 96:
-            tilings = HOPPER_FORWARD | HOPPER_FORWARD_SPARE | (HOPPER_FORWARD_DROPPED if problem.dropout else {})
+            tilings = tilings | HOPPER_FORWARD_SPARE | (HOPPER_FORWARD_DROPPED if problem.dropout else {})
             tilings |= HOPPER_FORWARD_ALL if all(_change(problem)) else {}
             spec = make(row(tilings)[at])
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
