@@ -444,7 +444,9 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
     changed = problem.mods is not None or any(_change(problem))
     if reads(problem):
-        spec = _with_logits(make, row(HOPPER_FORWARD_LOGITS), problem.dropout > 0)  # which spills with one at 128
+        few = problem.dropout and sum(_change(problem)) > 1  # registers
+        tilings = row(HOPPER_FORWARD_LOGITS)[-1 if few else 0 :]
+        spec = _with_logits(make, tilings, problem.dropout > 0)  # which spills with one at 128
     elif problem.blocks:
         spec = make(row(HOPPER_FORWARD_BLOCKS))
     elif problem.mods and problem.mods.reads:
