@@ -72,6 +72,7 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 
 # The same for a changed score, softcap or ALiBi, and for dropout: what the rows above spill with it.
 FORWARD_CHANGED = {128: ((128, 32, 4, 4, 1, 2, False),)}
+FORWARD_ALIBI = FORWARD_CHANGED | {64: ((128, 64, 4, 4, 2, 2, False),)}
 FORWARD_DROPPED = {
     64: ((128, 64, 4, 4, 2, 2, False),),
     96: ((128, 48, 4, 4, 2, 2, False),),
@@ -405,7 +406,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     if reads(problem):
         first = FORWARD_LOGITS | FORWARD_MIXED if problem.mods else FORWARD_LOGITS
     elif problem.mods or problem.varlen or any(_change(problem)):
-        first = FORWARD_CHANGED
+        first = FORWARD_ALIBI if problem.alibi else FORWARD_CHANGED
         if problem.dropout or problem.mods or problem.varlen and access < 16:
             packed = FORWARD_PACKED if problem.varlen else FORWARD_DROPPED
             first = FORWARD_DROPPED_BLOCKS if problem.blocks else packed
