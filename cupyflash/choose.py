@@ -72,6 +72,7 @@ FORWARD_PLAIN = {128: ((128, 64, 4, 4, 2, 2, False),)}
 
 # The same for a changed score, softcap or ALiBi, and for dropout: what the rows above spill with it.
 FORWARD_CHANGED = {128: ((128, 32, 4, 4, 1, 2, False),)}
+FORWARD_ALIBI = FORWARD_CHANGED | {64: ((128, 64, 4, 4, 2, 2, False),)}
 FORWARD_DROPPED = {
     64: ((128, 64, 4, 4, 2, 2, False),),
     96: ((128, 48, 4, 4, 2, 2, False),),
@@ -138,7 +139,10 @@ HOPPER_FORWARD = {
     192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
     256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
-# The same for what spills with the rows above: dropout, and a changed score of packed or narrow rows.
+# The same for what spills with the rows above: softcap, and softcap with ALiBi.
+HOPPER_FORWARD_SOFTCAP = {64: ((128, 1, 1, 3, 6, 6),) * 4}
+HOPPER_FORWARD_TIGHT = {64: ((96, 1, 1, 3, 6, 6),) * 4}
+# And dropout, and a changed score of packed or narrow rows.
 HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4),) * 4}
 # What slows the softmax down beside the products (H200; a loop in one warpgroup, m64n128k16 without pause in another,
 # cycles of a warp's instruction alone and then beside it):
@@ -411,7 +415,7 @@ def forward(problem: Problem, access: int, float32_out: bool, shared_limit: int,
     if reads(problem):
         first = FORWARD_LOGITS | FORWARD_MIXED if problem.mods else FORWARD_LOGITS
     elif problem.mods or problem.varlen or any(_change(problem)):
-        first = FORWARD_CHANGED
+        first = FORWARD_ALIBI if problem.alibi else FORWARD_CHANGED
         if problem.dropout or problem.mods or problem.varlen and access < 16:
             packed = FORWARD_PACKED if problem.varlen else FORWARD_DROPPED
             first = FORWARD_DROPPED_BLOCKS if problem.blocks else packed
@@ -453,18 +457,22 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         table = HOPPER_FORWARD_LOGITS
         if problem.blocks:
             table = {limit: tilings for limit, tilings in table.items() if divides_mask_tile(tilings[0][0])}
-        spec = _with_logits(make, row(table), problem.dropout > 0)  # which spills with one at 128
+        few = problem.dropout and sum(_change(problem)) > 1  # registers
+        spec = _with_logits(make, row(table)[-1 if few else 0 :], problem.dropout > 0)  # which spills with one at 128
     elif problem.blocks:
         spec = make(row(HOPPER_FORWARD_BLOCKS))
     elif problem.mods and problem.mods.reads:
         spec = make(row(HOPPER_FORWARD_READS))
     else:
         at = 2 * problem.banded + bool(problem.varlen or problem.seqlen_k > SHORT)
-        spec = make(row(HOPPER_FORWARD)[at])
+        tilings = HOPPER_FORWARD
+        if problem.softcap is not None:
+            tilings = tilings | (HOPPER_FORWARD_TIGHT if problem.alibi else HOPPER_FORWARD_SOFTCAP)
+        spec = make(row(tilings)[at])
         both = problem.mods is not None and any(_change(problem))
         spare = problem.dropout or both or changed and (spec.packed or access < 16 or problem.varlen)
         if spare or problem.varlen and 64 < max(d, dv) <= 96:
-            tilings = HOPPER_FORWARD | HOPPER_FORWARD_SPARE | (HOPPER_FORWARD_DROPPED if problem.dropout else {})
+            tilings = tilings | HOPPER_FORWARD_SPARE | (HOPPER_FORWARD_DROPPED if problem.dropout else {})
             tilings |= HOPPER_FORWARD_ALL if all(_change(problem)) else {}
             spec = make(row(tilings)[at])
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
