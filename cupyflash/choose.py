@@ -582,7 +582,7 @@ def backward_elsewhere(problem: Problem) -> bool:
         wide = width > (128 if problem.varlen else HOPPER_DROPPED)
         if problem.varlen and wide and changed:
             return True
-        return _mixes(problem) or problem.dropout > 0 and (wide or problem.varlen and changed)
+        return _mixes(problem) or problem.dropout > 0 and (wide or bool(problem.varlen) and changed)
     return _mixes(problem) or problem.dropout > 0 or width > widest
 
 
@@ -627,8 +627,8 @@ def hopper_split_backward(problem: Problem, access: int, dbias: bool = False) ->
 
     def make(kind, table):
         def of(tiling, logit_slots=0):
-            more = *_logits(problem), logit_slots, problem.blocks, bool(problem.varlen)
-            return kind(d, dv, *tiling, access, *_change(problem), *more)
+            more = *_change(problem), *_logits(problem), logit_slots, problem.blocks
+            return kind(d, dv, *tiling, access, *more, varlen=bool(problem.varlen))
 
         return _with_logits(of, (table[width],)) if reads(problem) else of(table[width])
 

@@ -1,7 +1,7 @@
 """Which weights dropout keeps: random numbers that depend on seed, batch, head, query and key alone.
 
 They come from Philox 4x32 [1]_, a block cipher of a counter: no state, so that the backward finds them again tile by
-tile, in any order. ``kernels/core/dropout.cuh`` computes the same.
+tile, in any order. ``kernels/any/dropout.cuh`` computes the same.
 
 * Each weight has a number of 32 bits, and is kept where it is at least ``dropout * 2**32``.
 * The numbers of 32 weights are made together and from the top: word n of a stream holds bit ``31 - n`` of all of them.

@@ -63,13 +63,13 @@ def test_known_answers(counter, key, rounds, expected):
 
 @needs_nvrtc
 def test_known_answers_of_the_kernels():
-    """The compiler computes Philox of core/dropout.cuh for counters of all sizes; NumPy gives the same."""
+    """The compiler computes Philox of any/dropout.cuh for counters of all sizes; NumPy gives the same."""
     lines = []
     for counter in ((0, 0, 0, 0), (1, 2, 3, 4), (2**29 - 1, 2**29 - 1, 2**32 - 1, 2**32 - 1), (9, 0, 70000, 2**31)):
         expected = philox([np.array([n], np.uint64) for n in counter], KEY)
         made = f"cupyflash::Philox({', '.join(f'{n}u' for n in (*counter, *KEY))})"
         lines += [f"static_assert({made}.x[{i}] == {int(word[0])}u);" for i, word in enumerate(expected)]
-    tools.nvrtc_compile(compiler.source("core/dropout.cuh") + "\n".join(lines), (), "sm_90")
+    tools.nvrtc_compile(compiler.source("any/dropout.cuh") + "\n".join(lines), (), "sm_90")
 
 
 def place(query, key):
@@ -136,7 +136,7 @@ def test_words_of_the_kernels(threshold):
       return ~comparison.less;
     }}
     """
-    tools.nvrtc_compile(compiler.source("core/dropout.cuh") + code + "\n".join(lines), (), "sm_90")
+    tools.nvrtc_compile(compiler.source("any/dropout.cuh") + code + "\n".join(lines), (), "sm_90")
 
 
 @needs_nvrtc
@@ -161,7 +161,7 @@ def test_lanes_find_their_weights(rows):
     }}
     static_assert(finds());
     """
-    tools.nvrtc_compile(compiler.source("core/dropout.cuh") + code, (), "sm_90")
+    tools.nvrtc_compile(compiler.source("any/dropout.cuh") + code, (), "sm_90")
 
 
 def test_first_part_of_a_larger_mask():

@@ -445,7 +445,7 @@ SOFTMAX = Piece(
     """
 // scores: (tiles, 16 kRowTiles, kCols); sinks: (16 kRowTiles). out: (16 kRowTiles, 8) holds, for each column modulo 8,
 // the sum of the weights.
-template <int kRowTiles, int kCols>
+template <int kRowTiles, int kCols, bool kRelative>
 __global__ void softmax(const float* scores, int tiles, float scale, const float* sinks, float* out, float* lse,
                         float* top) {
   OnlineSoftmax<kRowTiles> online;
@@ -458,9 +458,11 @@ __global__ void softmax(const float* scores, int tiles, float scale, const float
 #pragma unroll
       for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          x[t].x[j][i] = scores[(16 * t + x[t].row(i / 2)) * kCols + 8 * j + x[t].col() + i % 2];
-    online.weigh(x, scale * kLog2E, [&](const float (&factor)[kRowTiles][2]) {
+        for (int i = 0; i < 4; ++i) {
+          const float score = scores[(16 * t + x[t].row(i / 2)) * kCols + 8 * j + x[t].col() + i % 2];
+          x[t].x[j][i] = kRelative ? fmaf(score, scale * kLog2E, -online.origin(t, i / 2)) : score;
+        }
+    online.template weigh<kRelative>(x, scale * kLog2E, [&](const float (&factor)[kRowTiles][2]) {
       for (int t = 0; t < kRowTiles; ++t) sums[t].scale_rows(factor[t][0], factor[t][1]);
     });
 #pragma unroll
@@ -476,25 +478,25 @@ __global__ void softmax(const float* scores, int tiles, float scale, const float
     for (int half = 0; half < 2; ++half) {
       float inverse, row_lse;
       const int row = 16 * t + sums[t].row(half);
-      online.finish(t, half, scale, sinks[row], inverse, row_lse);
+      online.finish(t, half, kRelative ? kLn2 : scale, sinks[row], inverse, row_lse);
 #pragma unroll
       for (int i = 0; i < 2; ++i) out[row * 8 + sums[t].col() + i] = sums[t].x[0][2 * half + i] * inverse;
       lse[row] = row_lse, top[row] = online.top[t][half];
     }
 }
 """,
-    ("softmax<1, 32>", "softmax<2, 64>"),
+    tuple(f"softmax<{shape}, {relative}>" for shape in ("1, 32", "2, 64") for relative in ("false", "true")),
 )
 
 
-def online_softmax(scores, scale=1.0, row_tiles=1, sinks=-math.inf):
+def online_softmax(scores, scale=1.0, row_tiles=1, sinks=-math.inf, relative=False):
     """The weights summed over the columns of equal remainder modulo 8, the log-sum-exp and the top of each row."""
     tiles, rows, cols = scores.shape
     assert rows == 16 * row_tiles
     out, lse, top = nans((rows, 8)), nans((rows,)), nans((rows,))
     sinks = to_gpu(np.broadcast_to(np.float32(sinks), (rows,)))
     arguments = to_gpu(scores.astype(np.float32)), np.int32(tiles), np.float32(scale), sinks, out, lse, top
-    SOFTMAX.run(f"softmax<{row_tiles}, {cols}>", 1, 32, *arguments)
+    SOFTMAX.run(f"softmax<{row_tiles}, {cols}, {str(relative).lower()}>", 1, 32, *arguments)
     return out.get(), lse.get(), top.get()
 
 
@@ -511,12 +513,14 @@ def right_softmax(scores, scale=1.0, sinks=-math.inf):
     return weights.reshape(len(x), -1, 8).sum(axis=1), lse[:, 0]
 
 
-def check_softmax(scores, scale=1.0, row_tiles=1, sinks=-math.inf):
-    out, lse, top = online_softmax(scores, scale, row_tiles, sinks)
+def check_softmax(scores, scale=1.0, row_tiles=1, sinks=-math.inf, relative=False):
+    out, lse, top = online_softmax(scores, scale, row_tiles, sinks, relative)
     expected_out, expected_lse = right_softmax(scores, scale, sinks)
     # top * scale is rounded where it is below kExact: every weight is off by the same factor, which only a sink shows.
     base = np.abs(top.astype(np.float64) * scale * math.log2(math.e))
     rounded = np.where(base <= 16384, 2.0**-24 * base, 0).max() if np.isfinite(sinks).any() else 0
+    if relative:  # exponents are rounded before top is subtracted from them, where it is far
+        rounded = 2.0**-23 * np.abs(top[np.isfinite(top)]).max(initial=0)
     tools.assert_close("out", out.astype(np.float64), expected_out, 4e-6 + rounded * np.abs(expected_out).max())
     finite = np.abs(expected_lse[np.isfinite(expected_lse)])
     allowed = 4e-6 + 2.0**-22 * (finite.max() if finite.size else 0)
@@ -534,7 +538,19 @@ def test_softmax(row_tiles, cols, scale, tiles):
 
 
 @gpu
-def test_softmax_of_rows_without_keys():
+@pytest.mark.parametrize("row_tiles, cols", [(1, 32), (2, 64)])
+@pytest.mark.parametrize("size", [0, 3, 30, 300])
+@pytest.mark.parametrize("tiles", [1, 2, 7])
+def test_softmax_of_exponents(row_tiles, cols, size, tiles):
+    """Relative to a maximum that is near 0, which is subtracted at once, and to one that is far."""
+    rng = np.random.default_rng(tiles)
+    scores = size * rng.standard_normal((tiles, 16 * row_tiles, 1)) + rng.standard_normal((tiles, 16 * row_tiles, cols))
+    check_softmax(scores, 1.0, row_tiles, relative=True)
+
+
+@gpu
+@pytest.mark.parametrize("relative", [False, True])
+def test_softmax_of_rows_without_keys(relative):
     scores = np.random.default_rng(1).standard_normal((4, 16, 32))
     scores[:, 0] = -math.inf  # never a key
     scores[:3, 1] = -math.inf  # the first at the end
@@ -543,10 +559,10 @@ def test_softmax_of_rows_without_keys():
     scores[:, 4], scores[2, 4, 17] = -math.inf, -4.0  # one key
     scores[:, 5], scores[3, 5, 31] = -math.inf, 0.0
     scores[0, 6, ::2] = -math.inf
-    out, lse, _ = check_softmax(scores)
+    out, lse, _ = check_softmax(scores, relative=relative)
     assert not out[0].any() and lse[0] == -math.inf
-    assert out[4].tolist() == [0, 1, 0, 0, 0, 0, 0, 0] and lse[4] == -4
-    out, lse, top = online_softmax(np.full((3, 16, 32), -math.inf))
+    assert out[4].tolist() == [0, 1, 0, 0, 0, 0, 0, 0] and (relative or lse[4] == -4)
+    out, lse, top = online_softmax(np.full((3, 16, 32), -math.inf), relative=relative)
     assert not out.any() and (lse == -math.inf).all() and (top == -math.inf).all()
 
 

@@ -7,7 +7,7 @@
 #pragma once
 
 #include "any/ptx.cuh"
-#include "core/dropout.cuh"
+#include "any/dropout.cuh"
 #include "core/dual.cuh"
 
 namespace cupyflash {

@@ -90,7 +90,7 @@ struct BlockMask {              // of queries by keys, or of keys by queries; co
   int64 batch, head, words;     // strides in rows, 0 where it was broadcast; and words of a row
 };
 
-struct Dropout {  // core/dropout.cuh
+struct Dropout {  // any/dropout.cuh
   uint64 seed;
   uint32 threshold;  // a weight whose random number is less is dropped
   float scale;       // 1 / (1 - probability)

@@ -9,7 +9,7 @@
 #include "any/logits.cuh"
 #include "any/mods.cuh"
 #include "core/blocks.cuh"
-#include "core/dropout.cuh"
+#include "any/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"

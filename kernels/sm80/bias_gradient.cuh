@@ -12,7 +12,7 @@
 
 #include "any/bias_tiles.cuh"
 #include "any/mods.cuh"
-#include "core/dropout.cuh"
+#include "any/dropout.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "sm80/tile.cuh"

@@ -8,7 +8,7 @@
 #include "any/logits.cuh"
 #include "any/mods.cuh"
 #include "core/blocks.cuh"
-#include "core/dropout.cuh"
+#include "any/dropout.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"

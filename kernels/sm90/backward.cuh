@@ -9,7 +9,7 @@
 #pragma once
 
 #include "any/mods.cuh"
-#include "core/dropout.cuh"
+#include "any/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "sm90/backward_tiles.cuh"

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "core/blocks.cuh"
-#include "core/dropout.cuh"
+#include "any/dropout.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"
 #include "core/spec.cuh"
