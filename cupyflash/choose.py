@@ -386,10 +386,12 @@ def _bounded(problem: Problem) -> bool:
     """Whether softcap keeps exponents so near to each other that the weights need no maximum.
 
     They are relative to half the cap, so that a weight is between 2**-68 and 2**23: bfloat16 has as many exponents as
-    float32, and neither sums nor values below 1e19 overflow, however long the row.
+    float32, and neither sums nor values below 1e19 overflow, however long the row. A mask may leave a row with one key,
+    whose weight should be 1, and nobody knows.
     """
-    alone = problem.bias is None and problem.mods is None and not problem.alibi
-    return alone and problem.dtype == "bfloat16" and problem.softcap is not None and problem.softcap <= BOUND
+    if problem.dtype != "bfloat16" or problem.softcap is None or problem.softcap > BOUND:
+        return False
+    return not (problem.alibi or reads(problem) or problem.blocks or problem.mods)
 
 
 def _logits(problem: Problem) -> tuple[int, bool]:

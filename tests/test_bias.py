@@ -206,7 +206,8 @@ def test_broadcast_is_the_copy_in_full(backend1, shape):
     assert full["dbias"].shape == whole and got["dbias"].shape == shape
     in_full = (1,) * (4 - len(shape)) + shape
     summed = backend1.host(full["dbias"]).sum(axis=tuple(i for i in range(4) if in_full[i] == 1))
-    np.testing.assert_allclose(backend1.host(got["dbias"]).ravel(), summed.ravel(), rtol=1e-4, atol=1e-4)
+    atol = 4 * backend1.eps * abs(summed).max() if backend1.path == "sm90" else 1e-4  # as above: out differs, and delta
+    np.testing.assert_allclose(backend1.host(got["dbias"]).ravel(), summed.ravel(), rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("shape", [(4, 70, 130), (1, 70, 1), (130,), ()], ids=str)

@@ -473,9 +473,9 @@ def test_shared_bytes():
 def test_what_softcap_bounds(softcap, bounded):
     """The weights of one row need no maximum where bfloat16 holds them whatever the scores, and nothing else counts."""
     problem_ = replace(problem(64), softcap=softcap)
-    for other in ({}, {"mask": True}, {"dropout": 0.5}, {"blocks": True}):
+    for other in ({}, {"right": 0}, {"dropout": 0.5}, {"sink": True}):
         assert choose.hopper_forward(replace(problem_, **other), 16, False).spec.bounded == bounded
-    for other in ({"alibi": True}, {"bias": "bfloat16"}, {"dtype": "float16"}):
+    for other in ({"alibi": True}, {"bias": "bfloat16"}, {"mask": True}, {"blocks": True}, {"dtype": "float16"}):
         assert not choose.hopper_forward(replace(problem_, **other), 16, False).spec.bounded
 
 

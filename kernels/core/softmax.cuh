@@ -56,12 +56,15 @@ struct OnlineSoftmax {
     return fabsf(top[t][half]) <= kNear ? top[t][half] : 0.f;
   }
 
+  __device__ __forceinline__ float total(int t, int half) const {
+    float total = sum[t][half];
+    total += __shfl_xor_sync(kFullWarp, total, 1);
+    return total + __shfl_xor_sync(kFullWarp, total, 2);
+  }
   // 1 / sum and the log-sum-exp of the row, with `sink` among its logits; 0 and sink where no key was seen. The sum is
   // relative to the larger one of top and sink, so that neither overflows.
   __device__ __forceinline__ void finish(int t, int half, float scale, float sink, float& inverse, float& lse) {
-    float total = sum[t][half];
-    total += __shfl_xor_sync(kFullWarp, total, 1);
-    total += __shfl_xor_sync(kFullWarp, total, 2);
+    float total = this->total(t, half);
     const float above = total == 0.f ? kInfinity : fmaf(-top[t][half], scale, sink);
     const float smaller = exp2f(-kLog2E * fabsf(above));
     total = above > 0.f ? fmaf(total, smaller, 1.f) : total + smaller;

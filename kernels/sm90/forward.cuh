@@ -88,8 +88,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const Band band(s);
   using Where = Place<kSpec.varlen>;
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
-  static_assert(!kSpec.bounded || kSpec.softcap && !kSpec.alibi && kSpec.bias == kNoBias && !Change::kModded,
-                "nothing else changes what softcap bounds");
+  static_assert(
+      !kSpec.bounded || kSpec.softcap && !kSpec.alibi && !Change::kModded && !GroupLogits::kAny && !kSpec.blocks,
+      "nothing else changes what softcap bounds, and the keys of a row are known");
   static_assert(!Change::kModded || !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
@@ -258,7 +259,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       if constexpr (kSpec.dropout) kept.finish(dropping, first_query + warp_row, first_key);
     };
     if constexpr (kSpec.bounded && kWarpgroups == 2)  // three have no registers for it
-      if (!hides && !kSpec.mask && change.all_near(scores[0])) {
+      if (!hides && change.all_near(scores[0])) {
         // In one piece, so that the series runs beside the exponentials.
         change.template cap<false>(scores[0], slant(), minus_origin);
         softmax.exponentiate_relative(scores, begin_dropping);
@@ -322,6 +323,12 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       const int row = warp_row + out[0].row(half), query = query_of(row);
       const int head = head_of_row(work, row);
       softmax.finish(0, half, kNatural ? 1.f : change.scale(), p.sink.of(head), inverse[half], lse[half]);
+      if constexpr (kSpec.bounded) {  // the weight of a row's only key is no power of 2: as it was rounded, it is to be
+                                      // 1
+        const float total = softmax.total(0, half);
+        const Range keys = band_in(band, place).keys(query);
+        if (keys.first == keys.last && p.sink.data == nullptr) inverse[half] = 1 / T::unpack(T::pack(total, 0.f)).x;
+      }
       if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
       if (p.lse.data != nullptr && lane_index() % 4 == 0 &&
           query < min(first_query + queries, sizes_in(s, place).seqlen_q))
