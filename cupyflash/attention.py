@@ -67,7 +67,8 @@ def attention(
         Factor of the logits, at most 1e38 in magnitude; it may be 0 or negative.
     softcap : float, optional
         Bound of the logits: ``softcap * tanh(logit / softcap)`` takes the place of each scaled logit. From
-        1e-30 to 1e30; ``None`` switches it off.
+        1e-30 to 1e30; ``None`` switches it off. Up to 31, in bfloat16 on Hopper, weights need no maximum, but values
+        beyond 1e19 may overflow.
     bias : array, optional
         Added to the logits after ``softcap``, not scaled. It broadcasts, as in NumPy, to
         (batch, heads_q, seqlen_q, seqlen_k), or (heads_q, seqlen_q, seqlen_k) where ``batch`` is left out, and is

@@ -141,14 +141,14 @@ def case(backend, seqlen_q=SEQLEN_Q, seqlen_k=SEQLEN_K, **how):
     return inputs(backend, seqlen_q, seqlen_k, **({"heads_q": HEADS, "heads_k": 2, "head_dim": 16} | how))
 
 
-def run(backend, x, score=None, visible=None, gradients=None, **options):
+def run(backend, x, score=None, visible=None, gradients=None, dlse=True, **options):
     """A case with these examples."""
     given, expected = dict(options), {}
     for name, example in (("score_mod", score), ("mask_mod", visible)):
         if example is not None:
             more = {} if example.kind is MaskMod else {"gradients": gradients}
             given[name], expected[name] = example.of(backend, **more)
-    return check(backend, *x.qkv, x.dout, x.dlse, expected=expected, **given)
+    return check(backend, *x.qkv, x.dout, x.dlse if dlse else None, expected=expected, **given)
 
 
 # ---------------------------------------------------------------------------------------------- against the reference
@@ -201,6 +201,16 @@ def test_with_options(backend1, change, dropout, score):
     """A derivative of any sign, and all that comes before and after the function."""
     options = changes(backend1, HEADS)[change] | dropout | {"sink": sinks(backend1, HEADS)}
     run(backend1, case(backend1), SCORES[score], VISIBLE["dilated"], causal=True, **options)
+
+
+@pytest.mark.parametrize("value", [-1e4, -1e9, -1e30, -3e38])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_of_padding(backend1, value, head_dim):
+    """As of a bias: a row that becomes one huge number, and whose result nobody uses, changes no other gradient."""
+    x = case(backend1, 70, 130, head_dim=head_dim)
+    x.dout[:, 5] = 0
+    text = f"if (i == 5) return {value}; return score;"
+    run(backend1, x, Example(text, lambda score, b, h, i, j: np.where(i == 5, value, score)), dlse=False)
 
 
 @pytest.mark.parametrize("score", [None, "negative"])

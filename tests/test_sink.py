@@ -168,6 +168,14 @@ def test_far_below(backend, sink):
     assert results == {"out": 3, "lse": 1, "dq": 5, "dk": 5, "dv": 2, "dsink": 0}
 
 
+@pytest.mark.parametrize("sink", [-1e30, float(np.finfo(np.float32).min)])
+def test_the_least_sink_of_rows_without_keys(backend, sink):
+    """Rows that see nothing else lie in a tile with others: no gradient of theirs is NaN, and none of the keys'."""
+    x = inputs(backend, 100, 70, head_dim=128)
+    many = backend.array(np.full(x.q.shape[2], sink), backend.lse_dtype)
+    check(backend, *x.qkv, x.dout, causal=True, sink=many)
+
+
 @pytest.mark.parametrize("above", [1, -1, 80, -80])
 @pytest.mark.parametrize("logit", [8192, -8192])
 def test_huge_logits(backend, logit, above):

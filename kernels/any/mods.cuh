@@ -6,8 +6,8 @@
 //   bool visible(Element)
 #pragma once
 
-#include "any/ptx.cuh"
 #include "any/dropout.cuh"
+#include "any/ptx.cuh"
 #include "core/dual.cuh"
 
 namespace cupyflash {

@@ -39,19 +39,19 @@ struct Sizes {
 
 // What a hidden score becomes, so that its exponential is 0 whatever the sign of the scale.
 __device__ __forceinline__ float hidden_score(const Sizes& s) { return s.scale_log2 < 0.f ? kInfinity : -kInfinity; }
-// An lse in base 2, finite where it is; inf for a row that sees neither a key nor a sink, so that its P is 0. That of
-// one that sees a sink alone is 0 because all of its scores are hidden.
-template <bool kBias = true>  // without a bias it is not that large
+// An lse in base 2; inf for a row that sees neither a key nor a sink, so that its P is 0. kHuge: biases and functions
+// of the user may make it so large that it would not be finite. Else only a sink alone does, beside which P is 0, too.
+template <bool kHuge = true>
 __device__ __forceinline__ float lse_in_base_2(float lse) {
   constexpr float kLargest = __builtin_bit_cast(float, 0x7f7fffff);
   const float y = lse * kLog2E;
+  if constexpr (!kHuge) return y == -kInfinity ? kInfinity : y;
   if (lse == -kInfinity) return kInfinity;
-  if constexpr (!kBias) return y;
   return fabsf(y) == kInfinity && fabsf(lse) != kInfinity ? copysignf(kLargest, y) : y;
 }
-// A bias in base 2, minus such an lse: both rounded alike. Of a row whose biases are all -1e9 the two are equal, where
-// an exact product minus a rounded lse would be anything up to 64, and P infinite from 1e10 on.
-__device__ __forceinline__ float bias_minus_lse(float bias, float lse) { return __fmul_rn(bias, kLog2E) - lse; }
+// A natural logit in base 2, minus such an lse: both rounded alike. Of a row whose biases are all -1e9 the two are
+// equal, where an exact product minus a rounded lse would be anything up to 64, and P infinite from 1e10 on.
+__device__ __forceinline__ float logit_minus_lse(float logit, float lse) { return __fmul_rn(logit, kLog2E) - lse; }
 
 struct Score {  // core/score.cuh
   const float* slopes;

@@ -181,7 +181,7 @@ struct ScoreChange {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const auto y = changed(mods, x.x[j][i], 1.f, places.template at<false>(j, i));
-        const float p = exp2f(fmaf(y.value, kNatural ? kLog2E : 1.f, minus_lse(i)));
+        const float p = exp2f(in_base_2(y.value, minus_lse(i)));
         x.x[j][i] = p == 0.f ? 0.f : p * y.tangent;
       }
     }
@@ -212,6 +212,10 @@ struct ScoreChange {
   }
 
  private:
+  // What functions of the user left, minus the lse.
+  __device__ __forceinline__ static float in_base_2(float value, float minus_lse) {
+    return kNatural ? logit_minus_lse(value, -minus_lse) : value + minus_lse;
+  }
   __device__ __forceinline__ static float with_alibi(const Slant& slant, int j, int i, float offset) {
     if constexpr (!kAlibi) return offset;
     return fmaf(-slant.slope[i / 2], fabsf(slant.origin[i / 2] - float(8 * j + i % 2)), offset);
@@ -236,7 +240,7 @@ struct ScoreChange {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const auto y = changed(mods, logit[i], derivative[i], places.template at<kInside>(j, i));
-        p[i] = exp2f(fmaf(y.value, kNatural ? kLog2E : 1.f, minus_lse(j, i))), tangent[i] = y.tangent;
+        p[i] = exp2f(in_base_2(y.value, minus_lse(j, i))), tangent[i] = y.tangent;
       }
       if constexpr (kDerived) {
         round<T>(rounded.prob, j, p);

@@ -9,9 +9,9 @@ namespace cupyflash {
 
 template <int kRowTiles>
 struct OnlineSoftmax {
-  static constexpr float kSlack = 8.f;      // log2 of how far the maximum may lag
-  static constexpr float kExact = 16384.f;  // beyond it, rounding max * scale would show in exp2
-  static constexpr float kNear = 64.f;
+  static constexpr float kSlack = 8.f;         // log2 of how far the maximum may lag
+  static constexpr float kExact = 16384.f;     // beyond it, rounding max * scale would show in exp2
+  static constexpr float kNear = 64.f;         // up to it top takes no digits from exponents near 0 (`origin`)
   float top[kRowTiles][2], sum[kRowTiles][2];  // of the rows lane / 4 and lane / 4 + 8; sum: of this lane's columns
 
   __device__ __forceinline__ explicit OnlineSoftmax(float all_tops = -kInfinity) {
@@ -128,7 +128,7 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) {
         m[t][half] = highest(exponents[t], half), rest[t][half] = top[t][half] - origin(t, half);
         grew |= m[t][half] > rest[t][half] + kSlack;  // also where the row had no key so far
-        remote |= rest[t][half] != 0.f;
+        remote |= rest[t][half] != 0.f && rest[t][half] != -kInfinity;
       }
     if (!__any_sync(kFullWarp, grew || remote)) return;
     float factor[kRowTiles][2];

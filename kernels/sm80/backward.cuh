@@ -6,10 +6,10 @@
 // With dropout, P^T in dv and dP^T lack what is dropped and are scaled; P^T in dS^T is whole.
 #pragma once
 
+#include "any/dropout.cuh"
 #include "any/logits.cuh"
 #include "any/mods.cuh"
 #include "core/blocks.cuh"
-#include "any/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"
@@ -20,7 +20,7 @@ namespace cupyflash {
 
 // Base-2 lse and delta of the queries of one tile, in shared memory. A row that does not exist, or whose lse is
 // -inf, gets lse = +inf, which makes its P exactly 0.
-template <int kRows, bool kBias>
+template <int kRows, bool kHuge>
 struct Statistics {
   float* lse;  // kRows, then kRows of delta
 
@@ -31,7 +31,7 @@ struct Statistics {
     const int row = first + threadIdx.x;
     if (threadIdx.x >= kRows || row >= s.seqlen_q) return {kInfinity, 0.f};
     const float lse = p.lse.at(batch, head)[row * p.lse.row];
-    return {lse_in_base_2<kBias>(lse), p.delta.at(batch, head)[row * p.delta.row]};
+    return {lse_in_base_2<kHuge>(lse), p.delta.at(batch, head)[row * p.delta.row]};
   }
   __device__ __forceinline__ void put(Row row) const {
     if (threadIdx.x < kRows) lse[threadIdx.x] = row.lse, lse[kRows + threadIdx.x] = row.delta;
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
   uint32* const kept_words = reinterpret_cast<uint32*>(statistics_base + kSpec.stages * 2 * kBlockQ);  // of one tile
   const auto q_tile = [&](int stage) { return QTile(q_base + stage * QTile::kBytes); };
   const auto dout_tile = [&](int stage) { return DoutTile(dout_base + stage * DoutTile::kBytes); };
-  using TileStatistics = Statistics<kBlockQ, kSpec.bias != kNoBias>;
+  using TileStatistics = Statistics<kBlockQ, kSpec.bias != kNoBias || Mods::kScore>;
   const auto statistics = [&](int stage) { return TileStatistics{statistics_base + stage * 2 * kBlockQ}; };
 
   uint32 index = blockIdx.x;

@@ -11,8 +11,8 @@
 #pragma once
 
 #include "any/bias_tiles.cuh"
-#include "any/mods.cuh"
 #include "any/dropout.cuh"
+#include "any/mods.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "sm80/tile.cuh"

@@ -3,10 +3,10 @@
 // first.
 #pragma once
 
+#include "any/dropout.cuh"
 #include "any/logits.cuh"
 #include "any/mods.cuh"
 #include "core/blocks.cuh"
-#include "any/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"

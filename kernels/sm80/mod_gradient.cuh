@@ -5,10 +5,10 @@
 // is added in float32, in no fixed order: by lane as long as it reads the same element, then by warp if all lanes do.
 #pragma once
 
+#include "any/dropout.cuh"
 #include "any/logits.cuh"
 #include "any/mods.cuh"
 #include "core/blocks.cuh"
-#include "any/dropout.cuh"
 #include "core/score.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps)
         float& logit = logits[0].x[j][i];
         logit *= kLn2;
         const float result = changed(mods, logit, places.template at<false>(j, i));
-        prob.x[j][i] = exp2f(fmaf(result, kLog2E, -lse[i / 2]));
+        prob.x[j][i] = exp2f(logit_minus_lse(result, lse[i / 2]));
       }
     prob.hide(warp_row, first_key, 0.f, [&](int row) { return row < s.seqlen_q ? band.keys(row) : Range{0, -1}; });
     if constexpr (kSpec.mask)

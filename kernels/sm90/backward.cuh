@@ -8,8 +8,8 @@
 // what is dropped and are scaled; warps that copy nothing decide that.
 #pragma once
 
-#include "any/mods.cuh"
 #include "any/dropout.cuh"
+#include "any/mods.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "sm90/backward_tiles.cuh"
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       } else if constexpr (kSpec.bias != kNoBias) {
         auto bias = logits.column_bias(p.bias_map, first_row);
         change.template weigh<T, true, kPart>(prob, weights, slant,
-                                              [&](int j, int i) { return bias_minus_lse(bias(j, i), lse_of(j, i)); });
+                                              [&](int j, int i) { return logit_minus_lse(bias(j, i), lse_of(j, i)); });
       } else {
         change.template weigh<T, true, kPart>(prob, weights, slant, minus_lse);
       }

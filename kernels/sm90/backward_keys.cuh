@@ -7,9 +7,9 @@
 // has its next scores issued before the sum that the last ones go into, and computes while the sum goes on.
 #pragma once
 
+#include "any/dropout.cuh"
 #include "any/mods.cuh"
 #include "core/blocks.cuh"
-#include "any/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         const auto lse = [&](int row) {  // of a row that is not there or sees no key: P is 0
           const float natural =
               row < sizes_in(s, place).seqlen_q ? p.lse.at(place.q(), head)[row * p.lse.row] : -kInfinity;
-          return lse_in_base_2<kSpec.bias != kNoBias>(natural);
+          return lse_in_base_2 < kSpec.bias != kNoBias || Mods::kScore > (natural);
         };
         const auto delta = [&](int row) {
           return row < sizes_in(s, place).seqlen_q ? p.delta.at(place.q(), head)[row * p.delta.row] : 0.f;
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
           } else if constexpr (kSpec.bias != kNoBias) {
             auto bias = logits.column_bias(p.bias_map, warp_row);
             change.template weigh<T, true, kPart>(
-                prob, rounded, slant, [&](int j, int i) { return bias_minus_lse(bias(j, i), -minus_lse(j, i)); });
+                prob, rounded, slant, [&](int j, int i) { return logit_minus_lse(bias(j, i), -minus_lse(j, i)); });
           } else {
             change.template weigh<T, true, kPart>(prob, rounded, slant, minus_lse);
           }

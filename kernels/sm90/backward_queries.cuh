@@ -6,9 +6,9 @@
 #pragma once
 
 #include "any/bias_tiles.cuh"
+#include "any/dropout.cuh"
 #include "any/mods.cuh"
 #include "core/blocks.cuh"
-#include "any/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       } else if constexpr (kSpec.bias != kNoBias) {
         auto bias = logits.row_bias(row_of(p.bias_map));
         change.template weigh<T, false>(prob, none, slant,
-                                        [&](int j, int i) { return bias_minus_lse(bias(j, i), lse[i / 2]); });
+                                        [&](int j, int i) { return logit_minus_lse(bias(j, i), lse[i / 2]); });
       } else {
         change.template weigh<T, false>(prob, none, slant, minus_lse);
       }
@@ -248,7 +248,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const int row = first_query + warp_row + dq.row(half);
       lse[half] = kInfinity, delta[half] = 0.f;  // of a row that is not there or sees no key: P is 0
       if (row < sizes_in(s, place).seqlen_q) {
-        lse[half] = lse_in_base_2<kSpec.bias != kNoBias>(p.lse.at(place.q(), work.head)[row * p.lse.row]);
+        lse[half] =
+            lse_in_base_2 < kSpec.bias != kNoBias || Mods::kScore > (p.lse.at(place.q(), work.head)[row * p.lse.row]);
         delta[half] = p.delta.at(place.q(), work.head)[row * p.delta.row];
       }
     }

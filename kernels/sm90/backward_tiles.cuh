@@ -2,8 +2,8 @@
 // that has them brought there, and the thread that keeps the order of a deterministic backward.
 #pragma once
 
-#include "core/blocks.cuh"
 #include "any/dropout.cuh"
+#include "core/blocks.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"
 #include "core/spec.cuh"

@@ -240,7 +240,7 @@ __global__ void __cluster_dims__(kSpec.cluster(), 1, 1) __launch_bounds__(kSpec.
         [&](int) { return slope; });
     auto bias = logits.row_bias(row_of(p.bias_map));
     constexpr int kPart = kSpec.softcap && kSpec.alibi ? 1 : 2;
-    change.template apply<kPart>(prob, slant, [&](int j, int i) { return bias_minus_lse(bias(j, i), lse[i / 2]); });
+    change.template apply<kPart>(prob, slant, [&](int j, int i) { return logit_minus_lse(bias(j, i), lse[i / 2]); });
 #pragma unroll
     for (int j = 0; j < kBlock / 8; ++j)
 #pragma unroll

@@ -3,9 +3,9 @@
 // the products of the next tile with the softmax of this one, and take turns at the tensor cores.
 #pragma once
 
+#include "any/dropout.cuh"
 #include "any/mods.cuh"
 #include "core/blocks.cuh"
-#include "any/dropout.cuh"
 #include "core/epilogue.cuh"
 #include "core/score.cuh"
 #include "core/segments.cuh"
@@ -323,8 +323,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       const int row = warp_row + out[0].row(half), query = query_of(row);
       const int head = head_of_row(work, row);
       softmax.finish(0, half, kNatural ? 1.f : change.scale(), p.sink.of(head), inverse[half], lse[half]);
-      if constexpr (kSpec.bounded) {  // the weight of a row's only key is no power of 2: as it was rounded, it is to be
-                                      // 1
+      if constexpr (kSpec.bounded) {  // the weight of a row's only key, as it was rounded, is to be 1
         const float total = softmax.total(0, half);
         const Range keys = band_in(band, place).keys(query);
         if (keys.first == keys.last && p.sink.data == nullptr) inverse[half] = 1 / T::unpack(T::pack(total, 0.f)).x;
