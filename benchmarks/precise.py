@@ -20,12 +20,13 @@ import output
 try:
     import cupy
 except ImportError:
-    output.lacks("CuPy is missing; pip install cupyflash[cuda13]")
+    output.lacks('CuPy is missing; pip install "cupyflash[cuda13]"')
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
 import cupyflash
 from cupyflash import reference, timing
+from cupyflash.roofline_report import count
 
 TOKENS, WIDTH = 16384, 2048
 
@@ -149,11 +150,14 @@ def row(dtype, head_dim, seqlen, found):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=[*CALLS], choices=[*CALLS])
-    parser.add_argument("--head-dims", nargs="+", type=int, default=[64, 128])
-    parser.add_argument("--seqlens", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
-    parser.add_argument("--rounds", type=int, default=timing.ROUNDS)
-    parser.add_argument("--output", type=output.file, metavar="FILE", help="where to write JSON")
+    parser.add_argument("--head-dims", nargs="+", type=count, default=[64, 128])
+    parser.add_argument("--seqlens", nargs="+", type=count, default=[1024, 2048, 4096, 8192])
+    parser.add_argument("--rounds", type=count, default=timing.ROUNDS)
+    parser.add_argument("--output", type=output.file, metavar="FILE", default=Path(__file__).with_suffix(".json"))
     options = parser.parse_args(arguments)
+    for seqlen in options.seqlens:
+        if TOKENS % seqlen:
+            parser.error(f"--seqlens has {seqlen}; allowed: what divides {TOKENS}")
     if not cupy.cuda.is_available():
         output.lacks("there is no GPU")
     records = []
@@ -164,10 +168,9 @@ def main(arguments=None):
                 found = measure(dtype, head_dim, seqlen, options.rounds)
                 records.append({"dtype": dtype, "head_dim": head_dim, "seqlen": seqlen, "found": found})
                 print("\n".join(row(dtype, head_dim, seqlen, found)), flush=True)
-    if options.output:
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        about = {"date": date, "command": output.command(), "packages": output.versions()}
-        output.write(options, about | {"sizes": records})
+    gpu = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
+    about = {"gpu": gpu, "versions": output.versions(), "date": datetime.now(timezone.utc).date().isoformat()}
+    output.write(options, about | {"command": output.command(), "sizes": records})
     return 0
 
 

@@ -529,8 +529,8 @@ def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
     The one kernel has no registers left for a mask, for a bias or functions of the user up to 64, for functions that
-    read or follow a softcap, nor for a block mask where the order is fixed, the score changed or weights dropped. Few keys do
-    not split dropout, which costs the one kernel less: idle warps decide it.
+    read or follow a softcap, nor for a block mask where the order is fixed, the score changed or weights dropped.
+    Few keys do not split dropout, which costs the one kernel less: idle warps decide it.
     """
     width = max(problem.head_dim, problem.head_dim_v)
     if problem.mask or width > 128:

@@ -87,16 +87,18 @@ def standard(problem: Problem, backward: bool = False) -> Amounts:
     """Of standard attention, which keeps its scores in memory (Algorithms 0 and 3 of FlashAttention [1]_).
 
     The forward writes the scores, reads them for the softmax, which writes the weights p, and reads p for ``p v``: 4
-    passes over N^2 elements. The backward reads p for ``dv``, writes ``dp``, reads p and dp to write ``ds``, and
-    reads ds for ``dq`` and for ``dk``: 7 passes. A mask saves nothing: scores that it hides are computed, too. Of
-    shared memory nothing is counted, it depends on the library of matrix products.
+    passes over N^2 elements. The backward reads p for ``dv``, writes ``dp``, reads p and dp to write ``ds``, and reads
+    ds for ``dq`` and for ``dk``: 7 passes, and four products where a fused one makes the scores again. A mask saves
+    nothing: scores that it hides are computed, too. Of shared memory nothing is counted, it depends on the library of
+    matrix products.
 
     .. [1] T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness",
        arXiv:2205.14135, section 2.2 and appendix B.
     """
     area = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
     memory = (7 if backward else 4) * 2 * area + operand_bytes(problem, backward)
-    return Amounts(area * per_score(problem, backward), 0 if backward else area, memory)
+    products = (2 if backward else 1) * 2 * (problem.head_dim + problem.head_dim_v)
+    return Amounts(area * products, 0 if backward else area, memory)
 
 
 def useful(problem: Problem, backward: bool = False) -> Amounts:

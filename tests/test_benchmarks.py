@@ -594,7 +594,8 @@ def on_the_host(kind):
     arguments = ["score"] * (kind is cupyflash.ScoreMod) + ["b", "h", "i", "j"]
 
     def make(text, **captures):
-        return kind(eval(f"lambda {', '.join([*arguments, *captures])}: {text}"), **captures)
+        of_c = {"fabs": abs, "float": np.float32}
+        return kind(eval(f"lambda {', '.join([*arguments, *captures])}: {text}", of_c), **captures)
 
     return make
 

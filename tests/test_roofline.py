@@ -101,7 +101,7 @@ def test_amounts_of_standard_attention():
     area, q, k, v, out = 3 * 4 * 512 * 384, 3 * 512 * 4 * 64, 3 * 384 * 2 * 64, 3 * 384 * 2 * 96, 3 * 512 * 4 * 96
     forward, backward = counts.standard(one), counts.standard(one, backward=True)
     assert forward.flops == 2 * area * (64 + 96) and forward.exps == area
-    assert backward.flops == 2 * area * (3 * 64 + 2 * 96) and backward.exps == 0
+    assert backward.flops == 2 * area * 2 * (64 + 96) and backward.exps == 0
     lse = 4 * 3 * 4 * 512
     assert forward.memory_bytes == 8 * area + 2 * (q + k + v + out) + lse
     assert backward.memory_bytes == 14 * area + 2 * (2 * (q + k + v) + 2 * out) + lse
