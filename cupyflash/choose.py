@@ -277,6 +277,7 @@ SPLIT = 512  # keys up to which two kernels are faster at 128
 #                                                    and 1.05 to 1.30 from 4096 on (dk and dv), 0.99 to 1.70 (dq)
 HOPPER_KEYS = {128: (2, 4, 4), 192: (3, 3, 3), 256: (2, 3, 2)}
 HOPPER_KEYS_LOGITS = {192: (2, 3, 3)}  # the same for a bias and a mask
+HOPPER_KEYS_READS = {128: (1, 4, 4)}  # and for functions of the user that read an array for every score
 HOPPER_QUERIES = {128: (3, 3), 192: (2, 2), 256: (2, 1)}
 HOPPER_STATIC = 1024  # bytes that are left for barriers where the tiles of bias and mask are counted
 BOUND = 31.0  # softcap up to which the weights of Hopper's forward need no maximum
@@ -635,7 +636,8 @@ def hopper_split_backward(problem: Problem, access: int, dbias: bool = False) ->
 
         return _with_logits(of, (table[width],)) if reads(problem) else of(table[width])
 
-    keys = make(HopperKeysSpec, HOPPER_KEYS | HOPPER_KEYS_LOGITS if reads(problem) else HOPPER_KEYS)
+    spare = HOPPER_KEYS_LOGITS if reads(problem) else HOPPER_KEYS_READS if problem.mods and problem.mods.reads else {}
+    keys = make(HopperKeysSpec, HOPPER_KEYS | spare)
     queries = replace(make(HopperQueriesSpec, HOPPER_QUERIES), dbias=dbias)
     return (
         Variant("sm90/backward_keys.cuh", "hopper_keys", problem.dtype, keys, problem.mods),
