@@ -110,8 +110,7 @@ struct ScoreChange {
   }
   // Softcap of a score is score * series(score^2) up to `near`: five instructions, with those of the exponent. What it
   // computes there does not depend on kFar.
-  // Tried on Hopper: the series without its last term in pairs of float16, whose unit does not take the registers'
-  // bandwidth from wgmma as float32 does: 4 digits of the logits.
+  // In pairs of float16, whose unit leaves wgmma its registers, the series would keep 4 digits of the logits.
   template <bool kFar, int kCols, class Base>
   __device__ __forceinline__ void cap(Accumulator<kCols>& x, const Slant& slant, Base base, int first = 0,
                                       int count = kCols / 8) const {
@@ -252,7 +251,6 @@ struct ScoreChange {
   }
   // `use(j, exponent, derivative)` of the columns 8 * j, 8 * j + 1 in both rows. Part by part: with all scores on their
   // way at once the compiler has not enough registers.
-  // Tried on Hopper: the votes of all parts first, the cap in the coefficients: a quarter less to do, and no faster.
   template <int kPart, int kCols, class Base, class Use>
   __device__ __forceinline__ void each(Accumulator<kCols>& x, const Slant& slant, Base base, Use use) const {
 #pragma unroll
