@@ -168,7 +168,10 @@ def forward(
     if plan is None:
         rest = Rest(lse, slopes, sink, bias, mask, bitmaps, captured)
         plan = _remember(key, _plan_forward(problem, (q, k, v, out), rest))
-    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask), *map(_word, captured))
+    taken = cupy.zeros(plan.workspace, np.uint32) if plan.workspace else None
+    keep_for_graph(taken)
+    last = (*map(_word, captured), _pointer(taken))
+    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask), *last)
 
 
 def backward(
@@ -401,7 +404,7 @@ def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Res
         return None
     heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
     clusters = _attribute(device, "MultiProcessorCount") // spec.cluster
-    params["order"], runs = _order(problem, heads, tiles, clusters * spec.teams)
+    params["order"], runs = _order(problem, heads, tiles, clusters * spec.teams, pairs=not problem.blocks)
     params["queries"] = queries
     params["sizes"] = _forward_sizes(problem, group)
     fill(params, "out", out)
@@ -409,6 +412,8 @@ def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Res
     _fill_options(params, problem, rest)
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
     names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
+    if problem.blocks:
+        return Plan.of((launch,), params, (*names, "taken"), problem.mods, (1,))
     return Plan.of((launch,), params, names, problem.mods)
 
 
@@ -436,9 +441,11 @@ def _fill_logit_maps(params: np.ndarray, problem: Problem, arrays: dict, rows: i
     return True
 
 
-def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple, int]:
+def _order(problem: Problem, heads: int, tiles: int, places: int, pairs: bool = True) -> tuple[tuple, int]:
     """Return the struct `Order` and its number of runs; `heads` of a batch have `tiles` each, `places` run at once."""
-    paired = problem.banded and problem.batch * heads * tiles > places  # fewer start together, the longest ends last
+    paired = (
+        pairs and problem.banded and problem.batch * heads * tiles > places
+    )  # fewer start together, the longest ends last
     runs = -(-tiles // 2) if paired else tiles
     all_runs = _blocks(problem.batch * heads, runs)
     return (heads, tiles, runs, all_runs, paired), all_runs

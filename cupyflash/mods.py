@@ -40,6 +40,8 @@ short signed sizeof static static_assert static_cast struct switch template this
 typeid typename union unsigned using virtual void volatile wchar_t while xor xor_eq
 """
 _TAKEN = {*NAMES, *_MATHS.split(), *_KEYWORDS.split()}
+_OFFSET = re.compile(r"\bfloat\s*\(\s*(i|j)\s*-\s*(?!\1)[ij]\s*\)")  # which a kernel has at hand
+_CHANGES = re.compile(r"[;{]|(?<![=!<>])=(?!=)|<<=|>>=|\+\+|--")  # a statement or an assignment
 _FLOAT = re.compile(r"(?<![\w.])((?:\d+\.\d*|\.\d+)(?:[eE][+-]?\d+)?|\d+[eE][+-]?\d+)(?![\w.])")
 
 
@@ -295,13 +297,15 @@ class Mod:
     def cpp(self) -> str:
         """The text as a function template, whose lines the compiler counts as the user does."""
         text = _FLOAT.sub(r"\1f", _called(self.text, {c.name for c in self.captures if c.axes}))
+        if not _CHANGES.search(text):  # then i and j are what they were
+            text = _OFFSET.sub(lambda found: "(-_offset)" if found[1] == "i" else "_offset", text)
         result, score = ("Number", "Number score, ") if self.argument == "score_mod" else ("bool", "")
         template = "template <class Number>\n" if score else ""
         captures = "".join(f", const auto& {capture.name}" for capture in self.captures)
         before, after = ("", "") if re.search(r"\breturn\b", self.text) else ("return (", ");")
         return (
             f"{template}__device__ __forceinline__ {result} {self.argument}({score}int b, int h, int i, int j, "
-            f"int seqlen_q, int seqlen_k{captures}) {{\n{before}\n"
+            f"int seqlen_q, int seqlen_k, float _offset{captures}) {{\n{before}\n"
             f'#line 1 "{self.argument}"\n{text}\n#line 1 "after {self.argument}"\n{after}}}\n'
         )
 
@@ -371,7 +375,7 @@ class Mods:
         members += [c.member(f"m{n}") for n, c in enumerate(mask.captures)] if mask else []
         place = {c.name: f"g{n}" for n, c in enumerate(self.tracked)}
         members += [f"Captured<float, {c.axes}> {place[c.name]};" for c in self.tracked]
-        at = "at.b, at.h, at.i, at.j, at.seqlen_q, at.seqlen_k"
+        at = "at.b, at.h, at.i, at.j, at.seqlen_q, at.seqlen_k, at.offset"
         methods = []
         if score:
             methods.append(

@@ -38,6 +38,7 @@ namespace mod {
 
 struct Element {  // batch, query head, query, key
   int b, h, i, j, seqlen_q, seqlen_k;
+  float offset;  // j - i: exact below 2^24
 };
 
 template <class T>
@@ -112,7 +113,7 @@ struct Trace {  // counts reads, for the gradients of what is captured: sm80/mod
 // Where the scores belong that a lane holds of a fragment of kCols columns, which begins at (row, col).
 template <Rows kRows, int kCols>
 struct Places {
-  Element of[2];  // of both rows, but for the column
+  Element of[2];  // of both rows, but for the column; offset: in the lane's first column
   int col;        // the lane's first
   bool inside;    // all columns exist
 
@@ -129,17 +130,22 @@ struct Places {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int own = ::min(row(half), (kQueries ? s.seqlen_q : s.seqlen_k) - 1);
-      places.of[half] = {batch, head(half), kQueries ? own : 0, kQueries ? 0 : own, s.seqlen_q, s.seqlen_k};
+      const float offset = float(kQueries ? places.col - own : own - places.col);
+      places.of[half] = {batch, head(half), kQueries ? own : 0, kQueries ? 0 : own, s.seqlen_q, s.seqlen_k, offset};
     }
     return places;
   }
   // That of x[j][i]. Where it does not exist, unless all do, that of the last one that does.
   template <bool kInside>
   __device__ __forceinline__ Element at(int j, int i) const {
+    constexpr bool kQueries = kRows == Rows::kQueries;
     Element place = of[i / 2];
     int own = col + 8 * j + i % 2;
-    if (!kInside) own = ::min(own, (kRows == Rows::kQueries ? place.seqlen_k : place.seqlen_q) - 1);
-    (kRows == Rows::kQueries ? place.j : place.i) = own;
+    if (!kInside) own = ::min(own, (kQueries ? place.seqlen_k : place.seqlen_q) - 1);
+    (kQueries ? place.j : place.i) = own;
+    // One addition, where the conversion of a difference takes two instructions.
+    const float step = kInside ? float(8 * j + i % 2) : float(own - col);
+    place.offset += kQueries ? step : -step;
     return place;
   }
 };
