@@ -1,9 +1,13 @@
 """What the scripts in benchmarks/ make of their measurements, and what of them needs no GPU."""
 
-import importlib
+import ctypes
+import importlib.util
+import inspect
 import json
+import re
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +15,7 @@ import pytest
 import tools
 
 import cupyflash
+from cupyflash import reference
 
 FOLDER = tools.ROOT / "benchmarks"
 if not FOLDER.is_dir():
@@ -241,23 +246,136 @@ def test_workspace_of_gradients_without_a_sink(monkeypatch):
     assert pool.held == 0
 
 
+# --- standard.py
+
+
+class OnHost(np.ndarray):
+    """An array of NumPy with its address where CuPy has it."""
+
+    extents = {}  # bytes, by address
+
+    @property
+    def data(self):
+        self.extents[self.ctypes.data] = self.nbytes
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def matrices(address, kind, rows, cols, leading, stride, count):
+    """``count`` matrices of float16 in memory, column by column: (count, rows, cols)."""
+    assert kind == 2 and leading >= rows  # CUDA_R_16F
+    elements = (count - 1) * stride + (cols - 1) * leading + rows
+    assert 2 * elements <= OnHost.extents[address]
+    memory = np.frombuffer((ctypes.c_uint16 * elements).from_address(address), np.float16)
+    return np.lib.stride_tricks.as_strided(memory, (count, rows, cols), (2 * stride, 2, 2 * leading))
+
+
+class Cublas:
+    """Of cuBLAS what standard.py calls, on the host."""
+
+    CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 1, 68, -1
+
+    def __init__(self, launched):
+        self.launched = launched
+
+    # fmt: off
+    def gemmStridedBatchedEx(
+        self, handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
+        beta, C, Ctype, ldc, strideC, batchCount, computeType, algo
+    ):  # fmt: on
+        assert (handle, computeType, algo) == (7, 68, -1)
+        a = matrices(A, Atype, *((k, m) if transa else (m, k)), lda, strideA, batchCount)
+        b = matrices(B, Btype, *((n, k) if transb else (k, n)), ldb, strideB, batchCount)
+        c = matrices(C, Ctype, m, n, ldc, strideC, batchCount)
+        alpha, beta = (ctypes.c_float.from_address(address).value for address in (alpha, beta))
+        assert (alpha, beta) == (1, 0)
+        c[...] = (a.mT if transa else a).astype(np.float32) @ (b.mT if transb else b).astype(np.float32)
+        self.launched.append("product")
+
+
+def softmax(weights, seqlen_q, seqlen_k, scale, causal):
+    seen = np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q) if causal else 1
+    weights[...] = np.exp(scale * weights.astype(np.float32)) * seen
+    weights /= weights.sum(axis=-1, keepdims=True, dtype=np.float32)
+
+
+def softmax_gradient(weights, dscores, delta, seqlen_k, scale):
+    dscores[...] = scale * weights.astype(np.float32) * (dscores - delta[..., None])
+
+
+@pytest.fixture
+def standard_on_host(monkeypatch):
+    """standard.py, with NumPy in the place of CuPy, and the names of the kernels that it launched."""
+    cupy = pytest.importorskip("cupy")
+    launched = []
+    libraries = importlib.import_module("cupy_backends.cuda.libs")
+    monkeypatch.setitem(vars(libraries), "cublas", Cublas(launched))
+    standard = importlib.import_module("standard")
+    device = SimpleNamespace(get_cublas_handle=lambda: 7)
+    cuda = SimpleNamespace(device=device, runtime=cupy.cuda.runtime)
+    monkeypatch.setattr(standard, "cupy", SimpleNamespace(empty=lambda *args: np.empty(*args).view(OnHost), cuda=cuda))
+
+    def kernel(name):
+        def launch(grid, block, arguments):
+            array, seqlen_k = arguments[0], arguments[-2 if name == "softmax_gradient" else 2]
+            assert grid == (array.size // seqlen_k,) and block == (standard.THREADS,)
+            assert all(x.flags.c_contiguous for x in arguments)
+            globals()[name](*arguments)
+            launched.append(name)
+
+        return launch
+
+    def delta(dout, out, axis):
+        launched.append("delta")
+        return np.einsum("bhsd,bhsd->bhs", dout.astype(np.float32), out)
+
+    monkeypatch.setattr(standard, "_kernel", kernel)
+    monkeypatch.setattr(standard, "_delta", delta)
+    return standard, launched
+
+
+def check_standard(standard, to_device, to_host, causal, seqlen_q, seqlen_k, head_dim):
+    random = np.random.default_rng(0)
+    lengths = seqlen_q, seqlen_k, seqlen_k, seqlen_q
+    arrays = [random.standard_normal((2, 3, n, head_dim)).astype("float16") for n in lengths]
+    *qkv, dout = map(to_device, arrays)
+    out, weights = standard.forward(*qkv, causal)
+    found = out, *standard.backward(dout, *qkv, out, weights)
+    *qkv, dout = (x.swapaxes(1, 2) for x in arrays)
+    right, lse = reference.attention(*qkv, causal=causal, return_lse=True)
+    gradients = reference.attention_backward(dout, *qkv, right, lse, causal=causal)
+    for got, expected in zip(found, (right, *gradients[:3])):
+        assert got.dtype == np.float16 and got.flags.c_contiguous
+        assert abs(to_host(got).swapaxes(1, 2) - expected).max() < 0.02 * abs(expected).max()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_standard_attention_calls_cublas(standard_on_host, causal):
+    """What it passes and how often: three kernels forward and six backward, no copies and no conversions."""
+    standard, launched = standard_on_host
+    check_standard(standard, lambda x: x.view(OnHost), np.asarray, causal, 10, 14, 6)
+    assert launched[:3] == ["product", "softmax", "product"]
+    assert sorted(launched[3:]) == ["delta", *4 * ["product"], "softmax_gradient"]
+    with pytest.raises(ValueError, match="strides are .*; allowed: contiguous, or mT of contiguous"):
+        standard.product(*2 * [np.zeros((1, 2, 4, 4), np.float16).view(OnHost)[..., ::2]])
+
+
+def test_signature_of_cublas():
+    """The stand-in takes what CuPy's does, whose signature can be read where cuBLAS itself is missing."""
+    pytest.importorskip("cupy")
+    binary = Path(importlib.util.find_spec("cupy_backends.cuda.libs.cublas").origin).read_bytes()
+    (signature,) = set(re.findall(rb"gemmStridedBatchedEx\((.*?)\)", binary))
+    names = [argument.split()[-1] for argument in signature.decode().split(", ")]
+    assert names == list(inspect.signature(Cublas(None).gemmStridedBatchedEx).parameters)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-def test_standard_attention_in_cupy(causal):
+@pytest.mark.parametrize("seqlens", [(130, 130), (64, 200)])
+def test_standard_attention_in_cupy(causal, seqlens):
     import cupy
     import standard
 
-    from cupyflash import reference
-
-    random = np.random.default_rng(0)
-    q, k, v, dout = (cupy.asarray(random.standard_normal((2, 3, 130, 64)), "float16") for _ in range(4))
-    out, weights = standard.forward(q, k, v, causal)
-    found = out, *standard.backward(dout, q, k, v, out, weights)
-    *qkv, dout_ = (x.swapaxes(1, 2).astype("float64") for x in (q, k, v, dout))
-    right, lse = reference.attention(*qkv, causal=causal, return_lse=True)
-    gradients = reference.attention_backward(dout_, *qkv, right, lse, causal=causal)
-    for got, expected in zip(found, (right, *gradients[:3])):
-        assert abs(got.swapaxes(1, 2) - expected).max() < 0.02 * abs(expected).max()
+    check_standard(standard, cupy.asarray, cupy.asnumpy, causal, *seqlens, 64)
 
 
 # --- compare.py
