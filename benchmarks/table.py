@@ -240,7 +240,7 @@ def main(arguments=None):
         print(progress, key, cell["failed"] or "", file=sys.stderr, flush=True)
         output.write(options, result)
     output.show(options, result, "time_and_memory", table(result))
-    return 0
+    return side_by_side.exit_code(result)
 
 
 if __name__ == "__main__":

@@ -197,6 +197,19 @@ def test_table_without_gpu(capsys):
     assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name, code", [("standard-torch", 0), ("fa2", 0), ("cupyflash", 1), ("cupyflash-sm80", 1)])
+def test_table_fails_where_cupyflash_does(monkeypatch, capsys, tmp_path, name, code):
+    pytest.importorskip("torch")
+    import table
+
+    cell = result_of_table()["cells"]["gpt2 causal S128"] | {"failed": {f"{name}.bwd": "ValueError: no"}}
+    monkeypatch.setattr(table.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(table.torch.cuda, "get_device_name", lambda: "some GPU")
+    monkeypatch.setattr(table, "measure_cell", lambda *_: cell)
+    assert table.main(["--shapes", "gpt2", "--seqlens", "128", "--output", str(tmp_path / "x.json")]) == code
+    assert (f"gpt2 causal S128: {name}.bwd: ValueError: no\n" in capsys.readouterr().err) == bool(code)
+
+
 class FakePool:
     """Of CuPy: what it holds stays held until it is told to let go."""
 
@@ -697,11 +710,57 @@ def test_every_round_has_an_order_of_its_own(side_by_side):
 
 
 def test_a_result_that_goes_on(side_by_side):
-    first = {"cells": {"a": 1}, "missing": {}, "ceilings": 5, "versions": {"x": 1, "y": 1}, "commands": ["one"]}
-    second = {"cells": {}, "missing": {"m": 1}, "ceilings": 6, "versions": {"x": 2}, "commands": ["two"], "date": "d"}
-    expected = first | {"versions": {"x": 2, "y": 1}, "commands": ["one", "two"], "date": "d"}
+    machine = {"gpu": "some GPU", "torch": "2", "cudnn": 9, "date": "1st"}
+    first = machine | {"cells": {"a": 1}, "missing": {}, "ceilings": 5, "versions": {"x": 1, "y": 1}, "commands": ["1"]}
+    second = first | {"cells": {}, "missing": {"m": 1}, "ceilings": None, "versions": {"x": 1}, "commands": ["2"]}
+    expected = first | {"commands": ["1", "2"]}
     assert side_by_side.resumed(second, first) == expected
-    assert side_by_side.resumed(second, expected)["commands"] == ["one", "two"]
+    assert side_by_side.resumed(second, expected) == expected
+    later = expected | {"date": "2nd", "ceilings_from": "on 1st"}  # which stay those of the first
+    assert side_by_side.resumed(second | {"date": "2nd"}, first) == later
+    assert side_by_side.resumed(second | {"date": "3rd"}, later) == later | {"date": "3rd"}
+    for change in ({"gpu": "another GPU"}, {"cudnn": 10}, {"versions": {"x": 2}}):
+        with pytest.raises(ValueError, match="it has .*, this run .*; allowed: the same"):
+            side_by_side.resumed(second | change, first)
+
+
+@pytest.fixture
+def run_side_by_side(side_by_side, monkeypatch, tmp_path):
+    """Run it without a GPU, with cells that have ``failed``; the exit code and the file."""
+    output = tmp_path / "out.json"
+    cuda = side_by_side.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(side_by_side, "ceilings", lambda: {"bf16 matmul TFLOP/s": 700})
+
+    def run(*words, gpu="some GPU", **failed):
+        cell = {"tflops": {"fa2.fwd": 1.0}, "failed": failed, "ratio_to_best_peer": {}}
+        monkeypatch.setattr(cuda, "get_device_name", lambda: gpu)
+        monkeypatch.setattr(side_by_side, "measure_cell", lambda *_: cell)
+        monkeypatch.setattr(sys, "argv", ["side_by_side.py", "--quick", "--output", str(output), *words])
+        return code_of(side_by_side.main), output
+
+    return run
+
+
+def test_side_by_side_fails_where_cupyflash_does(run_side_by_side, capsys):
+    assert run_side_by_side(fa2="refused")[0] == 0
+    assert run_side_by_side(**{"cupyflash-sm80": "ArithmeticError: wrong out"})[0] == 1
+    assert "d64 full S1024: cupyflash-sm80: ArithmeticError: wrong out\n" in capsys.readouterr().err
+
+
+def test_side_by_side_keeps_what_is_of_the_same_machine(run_side_by_side, capsys):
+    _, output = run_side_by_side()
+    first = json.loads(output.read_text())
+    output.write_text(json.dumps(first | {"ceilings": {"bf16 matmul TFLOP/s": 690}, "ceilings_from": "elsewhere"}))
+    assert run_side_by_side("--keep")[0] == 0
+    result = json.loads(output.read_text())
+    assert (result["ceilings"], result["ceilings_from"]) == ({"bf16 matmul TFLOP/s": 690}, "elsewhere")
+    assert run_side_by_side("--keep", gpu="another GPU")[0] == 2
+    assert "it has gpu some GPU, this run another GPU; allowed: the same" in capsys.readouterr().err
+    for text in ("{", "[]", '{"gpu": "some GPU"}'):
+        output.write_text(text)
+        assert run_side_by_side("--keep")[0] == 2 and output.read_text() == text
+        assert f"side_by_side.py: --keep of {output}: " in capsys.readouterr().err
 
 
 # --- options.py
