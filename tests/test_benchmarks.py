@@ -103,6 +103,17 @@ def test_traffic_without_ncu(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "x.json").exists()
 
 
+@pytest.mark.parametrize("cupy", [None, SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))])
+def test_traffic_without_a_gpu(monkeypatch, capsys, tmp_path, cupy):
+    import traffic
+
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    ncu = fake_ncu(tmp_path, f"touch {tmp_path}/started")
+    assert traffic.main(["--ncu", ncu, "--output", str(tmp_path / "x.json")]) == 2
+    assert "traffic.py: there is no GPU, or no CuPy to find it. The formulas" in capsys.readouterr().err
+    assert not (tmp_path / "started").exists()
+
+
 NCU = """#!/bin/sh
 while [ "$1" != --log-file ]; do shift; done
 {}
@@ -116,9 +127,10 @@ def fake_ncu(tmp_path, body):
     return str(path)
 
 
-def test_traffic_end_to_end(tmp_path, capsys):
+def test_traffic_end_to_end(monkeypatch, tmp_path, capsys):
     import traffic
 
+    monkeypatch.setattr(traffic, "has_gpu", lambda: True)
     (tmp_path / "counters").write_text(ncu_prints(kernels_of(2)))
     log = json.dumps({"gpu": "some GPU", "sizes": [[64, 1024], [64, 512]]})
     body = f"""cp {tmp_path}/counters "$2"; while [ "$1" != --run ]; do shift; done; echo '{log}' > "$2" """
@@ -142,9 +154,10 @@ def test_traffic_end_to_end(tmp_path, capsys):
         ("echo '==ERROR== other' > \"$2\"; exit 9", "exit code 9:\n==ERROR== other"),
     ],
 )
-def test_traffic_when_ncu_fails(tmp_path, capsys, body, words):
+def test_traffic_when_ncu_fails(monkeypatch, tmp_path, capsys, body, words):
     import traffic
 
+    monkeypatch.setattr(traffic, "has_gpu", lambda: True)
     assert traffic.main(["--ncu", fake_ncu(tmp_path, body), "--output", str(tmp_path / "x.json")]) == 2
     assert words in capsys.readouterr().err
 
