@@ -34,6 +34,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
 from output import command, file, lacks, versions, write
+from report import is_ours
 
 try:
     import torch
@@ -298,10 +299,6 @@ def ceilings():
         "bf16 matmul TFLOP/s": round(2 * 8192**3 / seconds["matmul"] / 1e12, 1),
         "copy TB/s": round(2 * 2**31 / seconds["copy"] / 1e12, 2),
     }
-
-
-def is_ours(name):
-    return name.startswith("cupyflash")
 
 
 def summarise(cells):

@@ -675,7 +675,7 @@ def test_what_would_be_lost_is_refused_before_it_is_measured(capsys, words, mess
 # --- report.py
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"cells": []}', '{"cells": {"d64": {}}}'])
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"cells": []}', '{"cells": {"d64": {}}}', '{"cells": {}}'])
 def test_report_of_no_result(tmp_path, capsys, text):
     import report
 
@@ -684,6 +684,28 @@ def test_report_of_no_result(tmp_path, capsys, text):
         path.write_text(text)
     assert code_of(report.main, ["--input", str(path)]) == 2
     assert f"{path}: no result of side_by_side.py" in capsys.readouterr().err
+
+
+def test_report_writes_and_draws(monkeypatch, capsys, tmp_path):
+    """Both, where both are asked for; and no point lies outside of its panel."""
+    plots = pytest.importorskip("matplotlib.pyplot")
+    import report
+
+    cells = {f"d64 full S{n}": {"tflops": {"cupyflash.fwd": n, "fa2.fwd": 300}, "failed": {}} for n in (512, 1024)}
+    machine = {"gpu": "some GPU", "torch": "2.0", "cudnn": 91900, "ceilings": {"bf16 matmul TFLOP/s": 700}}
+    source, readme = tmp_path / "x.json", tmp_path / "README.md"
+    source.write_text(json.dumps({**machine, "dtype": "bfloat16", "cells": cells}))
+    readme.write_text(f"before {report.MARKS[0]} old {report.MARKS[1]} after")
+    monkeypatch.setattr(report, "HERE", tmp_path / "benchmarks")
+    report.main(["--input", str(source), "--write", "--plot", str(tmp_path / "x.png")])
+    assert capsys.readouterr().out == "" and (tmp_path / "x.png").exists()
+    text = readme.read_text()
+    assert "| forward | bfloat16 | 64 | full | 512 (1.71) | 1024 (3.41) |" in text and "old" not in text
+    axis = plots.gcf().axes[0]
+    assert axis.get_ylim()[1] > max(max(line.get_ydata()) for line in axis.lines) == 1024
+    plots.close()
+    report.main(["--input", str(source)])
+    assert capsys.readouterr().out.strip() in text
 
 
 def test_report_without_matplotlib(monkeypatch, capsys, tmp_path):
