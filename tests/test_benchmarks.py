@@ -968,6 +968,20 @@ def test_pictures_that_are_left_out(results, capsys):
     assert pictures.main([*arguments, "training"]) == 1
 
 
+@pytest.mark.parametrize("name, file", [("training", "training"), ("roofline", "table")])
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff", b'{"gpu": "NVIDIA H200"}'])
+def test_pictures_of_no_result(results, capsys, name, file, text):
+    pytest.importorskip("matplotlib")
+    import pictures
+
+    path, folder = results / f"{file}.json", results / "out"
+    path.write_bytes(text)
+    assert pictures.main(["--results", str(results), "--output-dir", str(folder), "--only", name]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"pictures.py: {name} cannot be drawn from ") and f"{path}: " in printed
+    assert not list(folder.iterdir())
+
+
 def test_points_under_the_roofline():
     pytest.importorskip("matplotlib")
     import pictures
