@@ -26,6 +26,7 @@ if not FOLDER.is_dir():
 def path(monkeypatch):
     """Scripts import each other as neighbours."""
     monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])  # asv adds to it
     yield
     for script in FOLDER.glob("*.py"):
         sys.modules.pop(script.stem, None)
@@ -437,6 +438,16 @@ def test_compare_names_a_commit_that_does_not_exist(capsys):
         (["HEAD", "HEAD"], "HEAD and HEAD are the same commit"),
         (["HEAD", "--rounds", "0"], "'0' is no positive integer"),
         (["HEAD", "--factor", "-1"], "'-1' is no positive finite number"),
+        (
+            ["HEAD", "--bench", "bench_host", "--bench", "no_such"],
+            "'no_such' finds no benchmark among bench_backward.Back",
+        ),
+        (["HEAD", "--bench", "("], "'(' is no regular expression: "),
+        (
+            ["HEAD", "HEAD", "--bench", "Forward.time_attention.'float16', 64, True"],
+            "are the same commit",
+        ),  # it is known
+        (["HEAD", "HEAD", "--bench", "time_warm_call$"], "are the same commit"),
     ],
 )
 def test_compare_refuses(capsys, words, message):

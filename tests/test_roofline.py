@@ -299,7 +299,9 @@ def test_one_of_each():
     text = str(cupyflash.roofline(problem(1, heads_q=1, heads_k=1), device="H200"))
     assert "batch 3, heads 1 on 1, queries 1, keys 1, head_dim 64" in text
     assert text.endswith("by tiles, N^2 d^2 / M: holds for d <= M <= N d only")
-    assert re.search(r"by tiles, N\^2 d\^2 / M: [0-9.]+ million$", str(cupyflash.roofline(problem(8192), device="H200")))
+    assert re.search(
+        r"by tiles, N\^2 d\^2 / M: [0-9.]+ million$", str(cupyflash.roofline(problem(8192), device="H200"))
+    )
 
 
 def test_table_and_json():
