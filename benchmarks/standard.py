@@ -85,13 +85,13 @@ _delta = cupy.ReductionKernel(
 ONE, ZERO = (np.array(number, np.float32) for number in (1, 0))  # cuBLAS reads them on the host
 
 
-def product(a, b):
+def product(a, b, c=None):
     """``a @ b`` of each head, summed in float32: of float16 arrays that are contiguous, or the ``mT`` of such ones.
 
     To cuBLAS, which reads matrices by columns, each is its transpose: it computes ``c.mT = b.mT @ a.mT``.
     """
     (*heads, m, k), n = a.shape, b.shape[-1]
-    c = cupy.empty((*heads, m, n), np.float16)
+    c = cupy.empty((*heads, m, n), np.float16) if c is None else c
     (flag_a, *a_), (flag_b, *b_), (_, *c_) = map(_operand, (a, b, c))
     cublas.gemmStridedBatchedEx(
         *(cupy.cuda.device.get_cublas_handle(), flag_b, flag_a, n, m, k),
@@ -109,9 +109,12 @@ def _operand(x):
     return flag, x.data.ptr, cupy.cuda.runtime.CUDA_R_16F, memory.shape[-1], math.prod(x.shape[-2:])
 
 
-def forward(q, k, v, causal=False):
-    """Result and weights of contiguous arrays (batch, heads, seqlen, head_dim); the number of keys is even."""
-    weights = product(q, k.mT)
+def forward(q, k, v, causal=False, weights=None):
+    """Result and weights of contiguous arrays (batch, heads, seqlen, head_dim); the number of keys is even.
+
+    Given the ``weights`` of an earlier call, writes them again: there may be no room for others.
+    """
+    weights = product(q, k.mT, weights)
     batch, heads, seqlen_q, seqlen_k = weights.shape
     scale = np.float32(q.shape[-1] ** -0.5)
     sizes = np.int64(seqlen_q), np.int64(seqlen_k)

@@ -49,7 +49,7 @@ def standard_cupy(q, k, v, dout, causal):
 
     out, weights = standard.forward(*qkv, causal)
     return Pair(
-        lambda: standard.forward(*qkv, causal)[0],
+        lambda: standard.forward(*qkv, causal, weights)[0],
         lambda: standard.backward(dout_, *qkv, out, weights),
         synchronize,
         step,

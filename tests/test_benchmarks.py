@@ -367,6 +367,9 @@ def check_standard(standard, to_device, to_host, causal, seqlen_q, seqlen_k, hea
     *qkv, dout = map(to_device, arrays)
     out, weights = standard.forward(*qkv, causal)
     found = out, *standard.backward(dout, *qkv, out, weights)
+    weights[...] = 7
+    again, same = standard.forward(*qkv, causal, weights)
+    assert same is weights and (again == out).all()
     *qkv, dout = (x.swapaxes(1, 2) for x in arrays)
     right, lse = reference.attention(*qkv, causal=causal, return_lse=True)
     gradients = reference.attention_backward(dout, *qkv, right, lse, causal=causal)
@@ -381,7 +384,7 @@ def test_standard_attention_calls_cublas(standard_on_host, causal):
     standard, launched = standard_on_host
     check_standard(standard, lambda x: x.view(OnHost), np.asarray, causal, 10, 14, 6)
     assert launched[:3] == ["product", "softmax", "product"]
-    assert sorted(launched[3:]) == ["delta", *4 * ["product"], "softmax_gradient"]
+    assert sorted(launched[3:9]) == ["delta", *4 * ["product"], "softmax_gradient"] and launched[9:] == launched[:3]
     with pytest.raises(ValueError, match="strides are .*; allowed: contiguous, or mT of contiguous"):
         standard.product(*2 * [np.zeros((1, 2, 4, 4), np.float16).view(OnHost)[..., ::2]])
 
