@@ -11,7 +11,9 @@ both, and the results stay apart from the committed ones.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -51,6 +53,29 @@ def configure(folder, tree):
     config = folder / f"{tree.name}.json"
     config.write_text(json.dumps(settings))
     return config
+
+
+def benchmarks():
+    """Names of the benchmarks with each choice of their parameters, which is what asv searches for a REGEX."""
+    from asv_runner.discovery import disc_benchmarks, update_sys_path
+
+    update_sys_path(str(HERE / "benchmarks"))
+    for one in disc_benchmarks(str(HERE / "benchmarks")):
+        for choice in itertools.product(*one.params):
+            yield one.name + (f"({', '.join(choice)})" if choice else "")
+
+
+def check_bench(patterns):
+    """Raise where one of ``patterns`` finds no benchmark."""
+    names = list(benchmarks()) if patterns else []
+    for pattern in patterns:
+        try:
+            found = any(re.search(pattern, name) for name in names)
+        except re.error as error:
+            raise RuntimeError(f"--bench {pattern!r} is no regular expression: {error}") from None
+        if not found:
+            known = ", ".join(dict.fromkeys(name.split("(")[0] for name in names))
+            raise RuntimeError(f"--bench {pattern!r} finds no benchmark among {known}")
 
 
 def regressions(table):
@@ -101,6 +126,7 @@ def main(arguments=None):
         print('compare.py: asv is missing; it comes with the extra "bench"', file=sys.stderr)
         return 2
     try:
+        check_bench(options.bench)
         old, new = (
             output_of("git", "rev-parse", "--verify", f"{name}^{{commit}}") for name in (options.old, options.new)
         )

@@ -2,7 +2,8 @@
 
     python benchmarks/pictures.py [--only training retrieval] [--format png] [--output-dir FOLDER]
 
-One whose result is missing is left out and named. Needs neither a GPU nor PyTorch, but Matplotlib.
+One whose result is missing is left out and named; one whose result cannot be read ends the script. Needs neither a GPU
+nor PyTorch, but Matplotlib.
 """
 
 from __future__ import annotations
@@ -298,8 +299,15 @@ def main(arguments=None):
         if not first.exists():
             print(f"{name} is left out: {first} is missing", file=sys.stderr)
             continue
+        files = [first, *(file for file in others if file.exists())]
+        try:
+            figure = draw(*(json.loads(file.read_text()) for file in files))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            print(f"pictures.py: {name} cannot be drawn from {', '.join(map(str, files))}: {reason}", file=sys.stderr)
+            return 2
         path = options.output_dir / f"{name}.{options.format}"
-        save(draw(*(json.loads(file.read_text()) for file in (first, *others) if file.exists())), path)
+        save(figure, path)
         print(f"{path}: {path.stat().st_size / 1000:.0f} KB")
         drawn += 1
     return 0 if drawn else 1

@@ -2,7 +2,7 @@
 
 python benchmarks/report.py                  print the table
 python benchmarks/report.py --write          put it between the marks in README.md
-python benchmarks/report.py --plot out.svg   needs the extra "plot"
+python benchmarks/report.py --plot out.svg   needs the extra "plot"; goes with --write
 """
 
 from __future__ import annotations
@@ -130,10 +130,10 @@ def means(rows):
     return "Geometric means over all sizes:\n\n" + "\n".join(lines) if lines else "cupyflash was not measured."
 
 
-def write(result, readme):
+def write(text, readme):
     before, rest = readme.read_text().split(MARKS[0])
     after = rest.split(MARKS[1])[1]
-    readme.write_text(f"{before}{MARKS[0]}\n{table(result)}\n{MARKS[1]}{after}")
+    readme.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
 
 
 def plot(result, path):
@@ -145,6 +145,7 @@ def plot(result, path):
     lines = -(-len(rows) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(3.2 * columns, 2.6 * lines), squeeze=False)
     ceiling = result["ceilings"]["bf16 matmul TFLOP/s"]
+    top = 1.05 * max(ceiling, *(rate[name] for row in rows.values() for rate in row.values() for name in rate))
     for axis, ((dtype, which, head_dim, mask), row) in zip(axes.flat, rows.items()):
         for name in names:
             points = [(seqlen, rate[name]) for seqlen, rate in sorted(row.items()) if name in rate]
@@ -156,7 +157,7 @@ def plot(result, path):
                     linewidth=2 if name == "cupyflash" else 1,
                     label=name,
                 )
-        axis.set(xscale="log", ylim=(0, 1.05 * ceiling))
+        axis.set(xscale="log", ylim=(0, top))
         axis.set_title(f"{TITLES[which]} d{head_dim} {mask} {dtype}", fontsize=8)
         axis.secondary_yaxis("right", functions=(lambda rate: rate / ceiling, lambda part: part * ceiling))
     axes[0, 0].legend(fontsize=7)
@@ -175,15 +176,16 @@ def main(arguments=None):
     check_plot(parser, options)
     try:
         result = json.loads(options.input.read_text())
-        rates(result)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        parser.error(f"--input {options.input}: no result of side_by_side.py can be read there")
+        text = table(result)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        parser.error(f"--input {options.input}: no result of side_by_side.py can be read there: {reason}")
     if options.write:
-        write(result, HERE.parent / "README.md")
-    elif options.plot:
+        write(text, HERE.parent / "README.md")
+    if options.plot:
         plot(result, options.plot)
-    else:
-        print(table(result))
+    if not (options.write or options.plot):
+        print(text)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
 from output import command, file, lacks, versions, write
+from report import is_ours
 
 try:
     import torch
@@ -303,7 +304,7 @@ def ceilings():
 def summarise(cells):
     """Print geometric mean and worst cell of the rate of each of our entries over each peer's and the best peer's."""
     rates = [cell["tflops"] for cell in cells.values()]
-    for entry in sorted({name for rate in rates for name in rate if name.startswith("cupyflash")}):
+    for entry in sorted({name for rate in rates for name in rate if is_ours(name)}):
         which = entry.split(".")[1]
         rivals = {name: [f"{name}.{which}"] for name in PEERS} | {"best peer": [f"{name}.{which}" for name in PEERS]}
         for rival, names in rivals.items():
@@ -355,8 +356,16 @@ def has_all(cell, names):
 
 
 def resumed(result, kept):
-    """``result`` after an earlier one: its sizes, and the ceilings and versions of the run that measured them."""
+    """``result`` after an earlier one of the same GPU and software: its sizes, and the ceilings that it has."""
+    before, now = (
+        x.get("versions", {}) | {name: x.get(name) for name in ("gpu", "torch", "cudnn")} for x in (kept, result)
+    )
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            raise ValueError(f"it has {name} {before[name]}, this run {now[name]}; allowed: the same")
     own = {"cells": kept["cells"], "missing": kept["missing"], "ceilings": kept["ceilings"]}
+    if "ceilings_from" in kept or kept["date"] != result["date"]:
+        own["ceilings_from"] = kept.get("ceilings_from", f"on {kept['date']}")
     own["versions"] = kept.get("versions", {}) | result["versions"]
     own["commands"] = list(dict.fromkeys(kept.get("commands", []) + result["commands"]))
     return result | own
@@ -366,7 +375,7 @@ def main():
     options = parse_arguments()
     if not torch.cuda.is_available():
         print("side_by_side.py needs a CUDA GPU; PyTorch finds none", file=sys.stderr)
-        sys.exit(2)
+        return 2
     implementations = {name: PEERS[name] for name in options.peers}
     implementations |= {"cupyflash" if path == "default" else f"cupyflash-{path}": ours(path) for path in options.paths}
     start = time.perf_counter()
@@ -378,12 +387,17 @@ def main():
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commands": [command()],
         "dtype": "bfloat16",  # of the cells whose key names no other
-        "ceilings": ceilings(),
+        "ceilings": None,
         "missing": {},
         "cells": {},
     }
     if options.keep and options.output.exists():
-        result = resumed(result, json.loads(options.output.read_text()))
+        try:
+            result = resumed(result, json.loads(options.output.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            print(f"side_by_side.py: --keep of {options.output}: {type(error).__name__}: {error}", file=sys.stderr)
+            return 2
+    result["ceilings"] = result["ceilings"] or ceilings()
     seqlens = [1024, 8192] if options.quick else options.seqlens
     sizes = list(product(options.dtypes, options.head_dims, (False, True), seqlens))
     for number, (dtype, head_dim, causal, seqlen) in enumerate(sizes, 1):
@@ -401,7 +415,17 @@ def main():
         write(options, result)
     print("not installed:", result["missing"] or "none")
     summarise(result["cells"])
+    return exit_code(result)
+
+
+def exit_code(result):
+    """1 where cupyflash failed or is missing, which is said; where a peer did, that is a result."""
+    reasons = {"missing": result["missing"]} | {key: cell["failed"] for key, cell in result["cells"].items()}
+    lines = [f"{key}: {name}: {names[name]}" for key, names in reasons.items() for name in names if is_ours(name)]
+    for line in lines:
+        print(line, file=sys.stderr)
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

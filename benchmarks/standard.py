@@ -1,17 +1,19 @@
 """Standard attention in CuPy, as well as it can be done with all scores in memory; float16, heads before queries.
 
 Over the seqlen^2 scores of a head the forward goes four times and the backward seven times, which is the least
-(`cupyflash.counts.standard`): the softmax reads a row a second time, but then it is in a cache. No operand of that size
-is ever transposed, since CuPy would copy it. But CuPy 14 makes products of float16 in float32, with conversions before
-and after: 9 kernels forward and 19 backward, which move three times that.
+(`cupyflash.counts.standard`): the softmax reads a row a second time, but then it is in a cache. Products go to cuBLAS,
+which takes float16 and transposed operands as they are; `cupy.matmul` would convert the ones and copy the others. That
+makes three kernels forward and six backward, where cuBLAS has one for each product.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import cupy
 import numpy as np
+from cupy_backends.cuda.libs import cublas
 
 THREADS = 256
 SOURCE = (
@@ -77,24 +79,56 @@ def _kernel(name):
     return cupy.RawKernel(SOURCE, name)
 
 
-def forward(q, k, v, causal=False):
-    """Result and weights of arrays (batch, heads, seqlen, head_dim); the number of keys is even."""
-    weights = cupy.matmul(q, k.swapaxes(2, 3))
+_delta = cupy.ReductionKernel(
+    "T dout, T out", "float32 delta", "float(dout) * float(out)", "a + b", "delta = a", "0", "delta_of_rows"
+)
+ONE, ZERO = (np.array(number, np.float32) for number in (1, 0))  # cuBLAS reads them on the host
+
+
+def product(a, b, c=None):
+    """``a @ b`` of each head, summed in float32: of float16 arrays that are contiguous, or the ``mT`` of such ones.
+
+    To cuBLAS, which reads matrices by columns, each is its transpose: it computes ``c.mT = b.mT @ a.mT``.
+    """
+    (*heads, m, k), n = a.shape, b.shape[-1]
+    c = cupy.empty((*heads, m, n), np.float16) if c is None else c
+    (flag_a, *a_), (flag_b, *b_), (_, *c_) = map(_operand, (a, b, c))
+    cublas.gemmStridedBatchedEx(
+        *(cupy.cuda.device.get_cublas_handle(), flag_b, flag_a, n, m, k),
+        *(ONE.ctypes.data, *b_, *a_, ZERO.ctypes.data, *c_),
+        *(math.prod(heads), cublas.CUBLAS_COMPUTE_32F, cublas.CUBLAS_GEMM_DEFAULT),
+    )
+    return c
+
+
+def _operand(x):
+    """What cuBLAS wants to know: whether ``x`` is transposed; address, type, and elements of a row and of a head."""
+    flag, memory = (cublas.CUBLAS_OP_N, x) if x.flags.c_contiguous else (cublas.CUBLAS_OP_T, x.mT)
+    if not memory.flags.c_contiguous:
+        raise ValueError(f"strides are {x.strides} of shape {x.shape}; allowed: contiguous, or mT of contiguous")
+    return flag, x.data.ptr, cupy.cuda.runtime.CUDA_R_16F, memory.shape[-1], math.prod(x.shape[-2:])
+
+
+def forward(q, k, v, causal=False, weights=None):
+    """Result and weights of contiguous arrays (batch, heads, seqlen, head_dim); the number of keys is even.
+
+    Given the ``weights`` of an earlier call, writes them again: there may be no room for others.
+    """
+    weights = product(q, k.mT, weights)
     batch, heads, seqlen_q, seqlen_k = weights.shape
     scale = np.float32(q.shape[-1] ** -0.5)
     sizes = np.int64(seqlen_q), np.int64(seqlen_k)
     _kernel("softmax")((batch * heads * seqlen_q,), (THREADS,), (weights, *sizes, scale, np.bool_(causal)))
-    return cupy.matmul(weights, v), weights
+    return product(weights, v), weights
 
 
 def backward(dout, q, k, v, out, weights):
     """Gradients of q, k and v."""
     batch, heads, seqlen_q, seqlen_k = weights.shape
-    delta = (dout * out).sum(axis=-1, dtype=np.float32)
-    dv = cupy.matmul(dout.swapaxes(2, 3), weights).swapaxes(2, 3)
-    dscores = cupy.matmul(dout, v.swapaxes(2, 3))
+    dscores = product(dout, v.mT)
     scale = np.float32(q.shape[-1] ** -0.5)
     _kernel("softmax_gradient")(
-        (batch * heads * seqlen_q,), (THREADS,), (weights, dscores, delta, np.int64(seqlen_k), scale)
+        *((batch * heads * seqlen_q,), (THREADS,)),
+        (weights, dscores, _delta(dout, out, axis=-1), np.int64(seqlen_k), scale),
     )
-    return cupy.matmul(dscores, k), cupy.matmul(q.swapaxes(2, 3), dscores).swapaxes(2, 3), dv
+    return product(dscores, k), product(dscores.mT, q), product(weights.mT, dout)

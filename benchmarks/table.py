@@ -49,7 +49,7 @@ def standard_cupy(q, k, v, dout, causal):
 
     out, weights = standard.forward(*qkv, causal)
     return Pair(
-        lambda: standard.forward(*qkv, causal)[0],
+        lambda: standard.forward(*qkv, causal, weights)[0],
         lambda: standard.backward(dout_, *qkv, out, weights),
         synchronize,
         step,
@@ -240,7 +240,7 @@ def main(arguments=None):
         print(progress, key, cell["failed"] or "", file=sys.stderr, flush=True)
         output.write(options, result)
     output.show(options, result, "time_and_memory", table(result))
-    return 0
+    return side_by_side.exit_code(result)
 
 
 if __name__ == "__main__":

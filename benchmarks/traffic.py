@@ -48,10 +48,10 @@ extern "C" __global__ void {FLUSH}(const float4* x, long long count, float* sum)
     if (total == 1.f) *sum = total;
 }}
 """
+FORMULAS = "The formulas alone: python -m cupyflash roofline"
 HOW_TO_GET_NCU = (
     "ncu is missing: traffic.py reads hardware counters through Nsight Compute, which comes with the CUDA toolkit "
-    "(package nsight-compute); name it with --ncu if it is not in the path. The formulas alone: "
-    "python -m cupyflash roofline"
+    "(package nsight-compute); name it with --ncu if it is not in the path. " + FORMULAS
 )
 
 
@@ -150,11 +150,21 @@ def by_pass(kernels, count):
     return [dict(zip(PASSES, passes[i * len(PASSES) :])) for i in range(count)]
 
 
+def has_gpu():
+    try:
+        import cupy
+    except ImportError:
+        return False
+    return cupy.cuda.is_available()
+
+
 def measure(options):
     """Run this script under ncu and return what it counted."""
     ncu = options.ncu or shutil.which("ncu")
     if ncu is None or shutil.which(ncu) is None:
         raise RuntimeError(HOW_TO_GET_NCU)
+    if not has_gpu():
+        raise RuntimeError(f"there is no GPU, or no CuPy to find it. {FORMULAS}")
     sizes = [GPT2_MEDIUM] * options.gpt2 + [(max(1, TOKENS // seqlen), seqlen) for seqlen in options.seqlens]
     with tempfile.TemporaryDirectory() as folder:
         log, counters = Path(folder, "log.json"), Path(folder, "counters.csv")

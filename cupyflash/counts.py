@@ -228,7 +228,7 @@ def hopper_split_backward(problem: Problem, keys: HopperKeysSpec, queries: Hoppe
     )
 
 
-def io_complexity(problem: Problem, sram_elements: int) -> dict[str, int]:
+def io_complexity(problem: Problem, sram_elements: int) -> dict[str, int | None]:
     """Elements that standard attention and FlashAttention-1 move, up to a constant factor (Theorem 2 of [1]_).
 
     For sequence length N, head dimension d and an on-chip memory of M elements, d <= M <= N d: standard attention
@@ -244,7 +244,7 @@ def io_complexity(problem: Problem, sram_elements: int) -> dict[str, int]:
     Returns
     -------
     dict
-        ``"standard"`` and ``"flash"``, for all heads of the batch.
+        ``"standard"`` and ``"flash"``, for all heads of the batch; the latter None where M is not in that range.
 
     References
     ----------
@@ -253,4 +253,5 @@ def io_complexity(problem: Problem, sram_elements: int) -> dict[str, int]:
     """
     pairs, d = problem.batch * problem.heads_q, max(problem.head_dim, problem.head_dim_v)
     area, rows = problem.seqlen_q * problem.seqlen_k, max(problem.seqlen_q, problem.seqlen_k)
-    return {"standard": pairs * (area + rows * d), "flash": pairs * area * d * d // sram_elements}
+    within = d <= sram_elements <= rows * d
+    return {"standard": pairs * (area + rows * d), "flash": pairs * area * d * d // sram_elements if within else None}

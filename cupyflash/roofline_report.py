@@ -30,8 +30,8 @@ def table(found: Roofline) -> str:
     problem, device = found.problem, found.device
     masked = f", {counts.scores(problem) / (problem.seqlen_q * problem.seqlen_k):.0%} visible" if problem.banded else ""
     lines = [
-        f"{problem.dtype}, batch {problem.batch}, {problem.heads_q} query heads on {problem.heads_k}, "
-        f"{problem.seqlen_q} queries x {problem.seqlen_k} keys, head_dim {problem.head_dim}"
+        f"{problem.dtype}, batch {problem.batch}, heads {problem.heads_q} on {problem.heads_k}, "
+        f"queries {problem.seqlen_q}, keys {problem.seqlen_k}, head_dim {problem.head_dim}"
         + (f" and {problem.head_dim_v}" if problem.head_dim_v != problem.head_dim else "")
         + masked,
         f"{device.name}, {device.source}: {device.matmul / 1e12:.0f} TFLOP/s, {device.memory / 1e12:.2f} TB/s, "
@@ -59,11 +59,12 @@ def table(found: Roofline) -> str:
         if one.measured:
             shares = ", ".join(f"{RESOURCES[name]} {share:.0%}" for name, share in one.achieved.items())
             lines.append(f"of the measured time, {one.name} needed: {shares}")
-    io = {name: number(count / 1e6) for name, count in found.io_complexity.items()}
+    standard, flash = found.io_complexity["standard"], found.io_complexity["flash"]
+    by_tiles = "holds for d <= M <= N d only" if flash is None else f"{number(flash / 1e6)} million"
     lines += [
         "",
         "elements to and from memory, up to a factor (FlashAttention, arXiv 2205.14135, theorem 2):",
-        f"  standard attention, N^2 + N d: {io['standard']} million; by tiles, N^2 d^2 / M: {io['flash']} million",
+        f"  standard attention, N^2 + N d: {number(standard / 1e6)} million; by tiles, N^2 d^2 / M: {by_tiles}",
     ]
     return "\n".join(lines)
 
@@ -191,6 +192,7 @@ def _find(options) -> Roofline:
     if found.device.source == "published figures" and options.device is None:
         print(f"taking the published figures of {found.device.name}; --measure needs a GPU", file=sys.stderr)
     if figures:
-        own = replace(found.device, source="your figures", **{name: 1e12 * rate for name, rate in figures.items()})
+        yours = "your figures" if len(figures) == 3 else f"{found.device.source} but your {' and '.join(figures)}"
+        own = replace(found.device, source=yours, **{name: 1e12 * rate for name, rate in figures.items()})
         found = roofline(*arrays, **masks, device=own)
     return found

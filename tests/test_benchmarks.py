@@ -1,9 +1,13 @@
 """What the scripts in benchmarks/ make of their measurements, and what of them needs no GPU."""
 
-import importlib
+import ctypes
+import importlib.util
+import inspect
 import json
+import re
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +15,7 @@ import pytest
 import tools
 
 import cupyflash
+from cupyflash import reference
 
 FOLDER = tools.ROOT / "benchmarks"
 if not FOLDER.is_dir():
@@ -21,6 +26,7 @@ if not FOLDER.is_dir():
 def path(monkeypatch):
     """Scripts import each other as neighbours."""
     monkeypatch.syspath_prepend(FOLDER)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])  # asv adds to it
     yield
     for script in FOLDER.glob("*.py"):
         sys.modules.pop(script.stem, None)
@@ -98,6 +104,17 @@ def test_traffic_without_ncu(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "x.json").exists()
 
 
+@pytest.mark.parametrize("cupy", [None, SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))])
+def test_traffic_without_a_gpu(monkeypatch, capsys, tmp_path, cupy):
+    import traffic
+
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    ncu = fake_ncu(tmp_path, f"touch {tmp_path}/started")
+    assert traffic.main(["--ncu", ncu, "--output", str(tmp_path / "x.json")]) == 2
+    assert "traffic.py: there is no GPU, or no CuPy to find it. The formulas" in capsys.readouterr().err
+    assert not (tmp_path / "started").exists()
+
+
 NCU = """#!/bin/sh
 while [ "$1" != --log-file ]; do shift; done
 {}
@@ -111,9 +128,10 @@ def fake_ncu(tmp_path, body):
     return str(path)
 
 
-def test_traffic_end_to_end(tmp_path, capsys):
+def test_traffic_end_to_end(monkeypatch, tmp_path, capsys):
     import traffic
 
+    monkeypatch.setattr(traffic, "has_gpu", lambda: True)
     (tmp_path / "counters").write_text(ncu_prints(kernels_of(2)))
     log = json.dumps({"gpu": "some GPU", "sizes": [[64, 1024], [64, 512]]})
     body = f"""cp {tmp_path}/counters "$2"; while [ "$1" != --run ]; do shift; done; echo '{log}' > "$2" """
@@ -137,9 +155,10 @@ def test_traffic_end_to_end(tmp_path, capsys):
         ("echo '==ERROR== other' > \"$2\"; exit 9", "exit code 9:\n==ERROR== other"),
     ],
 )
-def test_traffic_when_ncu_fails(tmp_path, capsys, body, words):
+def test_traffic_when_ncu_fails(monkeypatch, tmp_path, capsys, body, words):
     import traffic
 
+    monkeypatch.setattr(traffic, "has_gpu", lambda: True)
     assert traffic.main(["--ncu", fake_ncu(tmp_path, body), "--output", str(tmp_path / "x.json")]) == 2
     assert words in capsys.readouterr().err
 
@@ -192,6 +211,19 @@ def test_table_without_gpu(capsys):
     assert "needs a CUDA GPU" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name, code", [("standard-torch", 0), ("fa2", 0), ("cupyflash", 1), ("cupyflash-sm80", 1)])
+def test_table_fails_where_cupyflash_does(monkeypatch, capsys, tmp_path, name, code):
+    pytest.importorskip("torch")
+    import table
+
+    cell = result_of_table()["cells"]["gpt2 causal S128"] | {"failed": {f"{name}.bwd": "ValueError: no"}}
+    monkeypatch.setattr(table.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(table.torch.cuda, "get_device_name", lambda: "some GPU")
+    monkeypatch.setattr(table, "measure_cell", lambda *_: cell)
+    assert table.main(["--shapes", "gpt2", "--seqlens", "128", "--output", str(tmp_path / "x.json")]) == code
+    assert (f"gpt2 causal S128: {name}.bwd: ValueError: no\n" in capsys.readouterr().err) == bool(code)
+
+
 class FakePool:
     """Of CuPy: what it holds stays held until it is told to let go."""
 
@@ -241,23 +273,139 @@ def test_workspace_of_gradients_without_a_sink(monkeypatch):
     assert pool.held == 0
 
 
+# --- standard.py
+
+
+class OnHost(np.ndarray):
+    """An array of NumPy with its address where CuPy has it."""
+
+    extents = {}  # bytes, by address
+
+    @property
+    def data(self):
+        self.extents[self.ctypes.data] = self.nbytes
+        return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def matrices(address, kind, rows, cols, leading, stride, count):
+    """``count`` matrices of float16 in memory, column by column: (count, rows, cols)."""
+    assert kind == 2 and leading >= rows  # CUDA_R_16F
+    elements = (count - 1) * stride + (cols - 1) * leading + rows
+    assert 2 * elements <= OnHost.extents[address]
+    memory = np.frombuffer((ctypes.c_uint16 * elements).from_address(address), np.float16)
+    return np.lib.stride_tricks.as_strided(memory, (count, rows, cols), (2 * stride, 2, 2 * leading))
+
+
+class Cublas:
+    """Of cuBLAS what standard.py calls, on the host."""
+
+    CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT = 0, 1, 68, -1
+
+    def __init__(self, launched):
+        self.launched = launched
+
+    # fmt: off
+    def gemmStridedBatchedEx(
+        self, handle, transa, transb, m, n, k, alpha, A, Atype, lda, strideA, B, Btype, ldb, strideB,
+        beta, C, Ctype, ldc, strideC, batchCount, computeType, algo
+    ):  # fmt: on
+        assert (handle, computeType, algo) == (7, 68, -1)
+        a = matrices(A, Atype, *((k, m) if transa else (m, k)), lda, strideA, batchCount)
+        b = matrices(B, Btype, *((n, k) if transb else (k, n)), ldb, strideB, batchCount)
+        c = matrices(C, Ctype, m, n, ldc, strideC, batchCount)
+        alpha, beta = (ctypes.c_float.from_address(address).value for address in (alpha, beta))
+        assert (alpha, beta) == (1, 0)
+        c[...] = (a.mT if transa else a).astype(np.float32) @ (b.mT if transb else b).astype(np.float32)
+        self.launched.append("product")
+
+
+def softmax(weights, seqlen_q, seqlen_k, scale, causal):
+    seen = np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q) if causal else 1
+    weights[...] = np.exp(scale * weights.astype(np.float32)) * seen
+    weights /= weights.sum(axis=-1, keepdims=True, dtype=np.float32)
+
+
+def softmax_gradient(weights, dscores, delta, seqlen_k, scale):
+    dscores[...] = scale * weights.astype(np.float32) * (dscores - delta[..., None])
+
+
+@pytest.fixture
+def standard_on_host(monkeypatch):
+    """standard.py, with NumPy in the place of CuPy, and the names of the kernels that it launched."""
+    cupy = pytest.importorskip("cupy")
+    launched = []
+    libraries = importlib.import_module("cupy_backends.cuda.libs")
+    monkeypatch.setitem(vars(libraries), "cublas", Cublas(launched))
+    standard = importlib.import_module("standard")
+    device = SimpleNamespace(get_cublas_handle=lambda: 7)
+    cuda = SimpleNamespace(device=device, runtime=cupy.cuda.runtime)
+    monkeypatch.setattr(standard, "cupy", SimpleNamespace(empty=lambda *args: np.empty(*args).view(OnHost), cuda=cuda))
+
+    def kernel(name):
+        def launch(grid, block, arguments):
+            array, seqlen_k = arguments[0], arguments[-2 if name == "softmax_gradient" else 2]
+            assert grid == (array.size // seqlen_k,) and block == (standard.THREADS,)
+            assert all(x.flags.c_contiguous for x in arguments)
+            globals()[name](*arguments)
+            launched.append(name)
+
+        return launch
+
+    def delta(dout, out, axis):
+        launched.append("delta")
+        return np.einsum("bhsd,bhsd->bhs", dout.astype(np.float32), out)
+
+    monkeypatch.setattr(standard, "_kernel", kernel)
+    monkeypatch.setattr(standard, "_delta", delta)
+    return standard, launched
+
+
+def check_standard(standard, to_device, to_host, causal, seqlen_q, seqlen_k, head_dim):
+    random = np.random.default_rng(0)
+    lengths = seqlen_q, seqlen_k, seqlen_k, seqlen_q
+    arrays = [random.standard_normal((2, 3, n, head_dim)).astype("float16") for n in lengths]
+    *qkv, dout = map(to_device, arrays)
+    out, weights = standard.forward(*qkv, causal)
+    found = out, *standard.backward(dout, *qkv, out, weights)
+    weights[...] = 7
+    again, same = standard.forward(*qkv, causal, weights)
+    assert same is weights and (again == out).all()
+    *qkv, dout = (x.swapaxes(1, 2) for x in arrays)
+    right, lse = reference.attention(*qkv, causal=causal, return_lse=True)
+    gradients = reference.attention_backward(dout, *qkv, right, lse, causal=causal)
+    for got, expected in zip(found, (right, *gradients[:3])):
+        assert got.dtype == np.float16 and got.flags.c_contiguous
+        assert abs(to_host(got).swapaxes(1, 2) - expected).max() < 0.02 * abs(expected).max()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_standard_attention_calls_cublas(standard_on_host, causal):
+    """What it passes and how often: three kernels forward and six backward, no copies and no conversions."""
+    standard, launched = standard_on_host
+    check_standard(standard, lambda x: x.view(OnHost), np.asarray, causal, 10, 14, 6)
+    assert launched[:3] == ["product", "softmax", "product"]
+    assert sorted(launched[3:9]) == ["delta", *4 * ["product"], "softmax_gradient"] and launched[9:] == launched[:3]
+    with pytest.raises(ValueError, match="strides are .*; allowed: contiguous, or mT of contiguous"):
+        standard.product(*2 * [np.zeros((1, 2, 4, 4), np.float16).view(OnHost)[..., ::2]])
+
+
+def test_signature_of_cublas():
+    """The stand-in takes what CuPy's does, whose signature can be read where cuBLAS itself is missing."""
+    pytest.importorskip("cupy")
+    binary = Path(importlib.util.find_spec("cupy_backends.cuda.libs.cublas").origin).read_bytes()
+    (signature,) = set(re.findall(rb"gemmStridedBatchedEx\((.*?)\)", binary))
+    names = [argument.split()[-1] for argument in signature.decode().split(", ")]
+    assert names == list(inspect.signature(Cublas(None).gemmStridedBatchedEx).parameters)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-def test_standard_attention_in_cupy(causal):
+@pytest.mark.parametrize("seqlens", [(130, 130), (64, 200)])
+def test_standard_attention_in_cupy(causal, seqlens):
     import cupy
     import standard
 
-    from cupyflash import reference
-
-    random = np.random.default_rng(0)
-    q, k, v, dout = (cupy.asarray(random.standard_normal((2, 3, 130, 64)), "float16") for _ in range(4))
-    out, weights = standard.forward(q, k, v, causal)
-    found = out, *standard.backward(dout, q, k, v, out, weights)
-    *qkv, dout_ = (x.swapaxes(1, 2).astype("float64") for x in (q, k, v, dout))
-    right, lse = reference.attention(*qkv, causal=causal, return_lse=True)
-    gradients = reference.attention_backward(dout_, *qkv, right, lse, causal=causal)
-    for got, expected in zip(found, (right, *gradients[:3])):
-        assert abs(got.swapaxes(1, 2) - expected).max() < 0.02 * abs(expected).max()
+    check_standard(standard, cupy.asarray, cupy.asnumpy, causal, *seqlens, 64)
 
 
 # --- compare.py
@@ -293,6 +441,16 @@ def test_compare_names_a_commit_that_does_not_exist(capsys):
         (["HEAD", "HEAD"], "HEAD and HEAD are the same commit"),
         (["HEAD", "--rounds", "0"], "'0' is no positive integer"),
         (["HEAD", "--factor", "-1"], "'-1' is no positive finite number"),
+        (
+            ["HEAD", "--bench", "bench_host", "--bench", "no_such"],
+            "'no_such' finds no benchmark among bench_backward.Back",
+        ),
+        (["HEAD", "--bench", "("], "'(' is no regular expression: "),
+        (
+            ["HEAD", "HEAD", "--bench", "Forward.time_attention.'float16', 64, True"],
+            "are the same commit",
+        ),  # it is known
+        (["HEAD", "HEAD", "--bench", "time_warm_call$"], "are the same commit"),
     ],
 )
 def test_compare_refuses(capsys, words, message):
@@ -531,7 +689,7 @@ def test_what_would_be_lost_is_refused_before_it_is_measured(capsys, words, mess
 # --- report.py
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"cells": []}', '{"cells": {"d64": {}}}'])
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"cells": []}', '{"cells": {"d64": {}}}', '{"cells": {}}'])
 def test_report_of_no_result(tmp_path, capsys, text):
     import report
 
@@ -540,6 +698,28 @@ def test_report_of_no_result(tmp_path, capsys, text):
         path.write_text(text)
     assert code_of(report.main, ["--input", str(path)]) == 2
     assert f"{path}: no result of side_by_side.py" in capsys.readouterr().err
+
+
+def test_report_writes_and_draws(monkeypatch, capsys, tmp_path):
+    """Both, where both are asked for; and no point lies outside of its panel."""
+    plots = pytest.importorskip("matplotlib.pyplot")
+    import report
+
+    cells = {f"d64 full S{n}": {"tflops": {"cupyflash.fwd": n, "fa2.fwd": 300}, "failed": {}} for n in (512, 1024)}
+    machine = {"gpu": "some GPU", "torch": "2.0", "cudnn": 91900, "ceilings": {"bf16 matmul TFLOP/s": 700}}
+    source, readme = tmp_path / "x.json", tmp_path / "README.md"
+    source.write_text(json.dumps({**machine, "dtype": "bfloat16", "cells": cells}))
+    readme.write_text(f"before {report.MARKS[0]} old {report.MARKS[1]} after")
+    monkeypatch.setattr(report, "HERE", tmp_path / "benchmarks")
+    report.main(["--input", str(source), "--write", "--plot", str(tmp_path / "x.png")])
+    assert capsys.readouterr().out == "" and (tmp_path / "x.png").exists()
+    text = readme.read_text()
+    assert "| forward | bfloat16 | 64 | full | 512 (1.71) | 1024 (3.41) |" in text and "old" not in text
+    axis = plots.gcf().axes[0]
+    assert axis.get_ylim()[1] > max(max(line.get_ydata()) for line in axis.lines) == 1024
+    plots.close()
+    report.main(["--input", str(source)])
+    assert capsys.readouterr().out.strip() in text
 
 
 def test_report_without_matplotlib(monkeypatch, capsys, tmp_path):
@@ -579,11 +759,57 @@ def test_every_round_has_an_order_of_its_own(side_by_side):
 
 
 def test_a_result_that_goes_on(side_by_side):
-    first = {"cells": {"a": 1}, "missing": {}, "ceilings": 5, "versions": {"x": 1, "y": 1}, "commands": ["one"]}
-    second = {"cells": {}, "missing": {"m": 1}, "ceilings": 6, "versions": {"x": 2}, "commands": ["two"], "date": "d"}
-    expected = first | {"versions": {"x": 2, "y": 1}, "commands": ["one", "two"], "date": "d"}
+    machine = {"gpu": "some GPU", "torch": "2", "cudnn": 9, "date": "1st"}
+    first = machine | {"cells": {"a": 1}, "missing": {}, "ceilings": 5, "versions": {"x": 1, "y": 1}, "commands": ["1"]}
+    second = first | {"cells": {}, "missing": {"m": 1}, "ceilings": None, "versions": {"x": 1}, "commands": ["2"]}
+    expected = first | {"commands": ["1", "2"]}
     assert side_by_side.resumed(second, first) == expected
-    assert side_by_side.resumed(second, expected)["commands"] == ["one", "two"]
+    assert side_by_side.resumed(second, expected) == expected
+    later = expected | {"date": "2nd", "ceilings_from": "on 1st"}  # which stay those of the first
+    assert side_by_side.resumed(second | {"date": "2nd"}, first) == later
+    assert side_by_side.resumed(second | {"date": "3rd"}, later) == later | {"date": "3rd"}
+    for change in ({"gpu": "another GPU"}, {"cudnn": 10}, {"versions": {"x": 2}}):
+        with pytest.raises(ValueError, match="it has .*, this run .*; allowed: the same"):
+            side_by_side.resumed(second | change, first)
+
+
+@pytest.fixture
+def run_side_by_side(side_by_side, monkeypatch, tmp_path):
+    """Run it without a GPU, with cells that have ``failed``; the exit code and the file."""
+    output = tmp_path / "out.json"
+    cuda = side_by_side.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(side_by_side, "ceilings", lambda: {"bf16 matmul TFLOP/s": 700})
+
+    def run(*words, gpu="some GPU", **failed):
+        cell = {"tflops": {"fa2.fwd": 1.0}, "failed": failed, "ratio_to_best_peer": {}}
+        monkeypatch.setattr(cuda, "get_device_name", lambda: gpu)
+        monkeypatch.setattr(side_by_side, "measure_cell", lambda *_: cell)
+        monkeypatch.setattr(sys, "argv", ["side_by_side.py", "--quick", "--output", str(output), *words])
+        return code_of(side_by_side.main), output
+
+    return run
+
+
+def test_side_by_side_fails_where_cupyflash_does(run_side_by_side, capsys):
+    assert run_side_by_side(fa2="refused")[0] == 0
+    assert run_side_by_side(**{"cupyflash-sm80": "ArithmeticError: wrong out"})[0] == 1
+    assert "d64 full S1024: cupyflash-sm80: ArithmeticError: wrong out\n" in capsys.readouterr().err
+
+
+def test_side_by_side_keeps_what_is_of_the_same_machine(run_side_by_side, capsys):
+    _, output = run_side_by_side()
+    first = json.loads(output.read_text())
+    output.write_text(json.dumps(first | {"ceilings": {"bf16 matmul TFLOP/s": 690}, "ceilings_from": "elsewhere"}))
+    assert run_side_by_side("--keep")[0] == 0
+    result = json.loads(output.read_text())
+    assert (result["ceilings"], result["ceilings_from"]) == ({"bf16 matmul TFLOP/s": 690}, "elsewhere")
+    assert run_side_by_side("--keep", gpu="another GPU")[0] == 2
+    assert "it has gpu some GPU, this run another GPU; allowed: the same" in capsys.readouterr().err
+    for text in ("{", "[]", '{"gpu": "some GPU"}'):
+        output.write_text(text)
+        assert run_side_by_side("--keep")[0] == 2 and output.read_text() == text
+        assert f"side_by_side.py: --keep of {output}: " in capsys.readouterr().err
 
 
 # --- options.py
@@ -754,6 +980,20 @@ def test_pictures_that_are_left_out(results, capsys):
     assert [path.name for path in (results / "out").iterdir()] == ["roofline.svg"]
     assert capsys.readouterr().err == f"training is left out: {results / 'training.json'} is missing\n"
     assert pictures.main([*arguments, "training"]) == 1
+
+
+@pytest.mark.parametrize("name, file", [("training", "training"), ("roofline", "table")])
+@pytest.mark.parametrize("text", [b"{", b"[1]", b"\xff", b'{"gpu": "NVIDIA H200"}'])
+def test_pictures_of_no_result(results, capsys, name, file, text):
+    pytest.importorskip("matplotlib")
+    import pictures
+
+    path, folder = results / f"{file}.json", results / "out"
+    path.write_bytes(text)
+    assert pictures.main(["--results", str(results), "--output-dir", str(folder), "--only", name]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"pictures.py: {name} cannot be drawn from ") and f"{path}: " in printed
+    assert not list(folder.iterdir())
 
 
 def test_points_under_the_roofline():

@@ -1,6 +1,7 @@
 """What attention costs by formula, on which device, and the command that prints it."""
 
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -192,11 +193,14 @@ def test_tiles_of_a_mask_are_between_its_scores_and_all():
 
 
 def test_io_complexity():
-    one = problem(seqlen_q=1024, head_dim=64, heads_q=16, batch=64)
+    one = problem(seqlen_q=4096, head_dim=64, heads_q=16, batch=64)
     found = counts.io_complexity(one, 100_000)
-    assert found["standard"] == 64 * 16 * (1024**2 + 1024 * 64)
-    assert found["flash"] == 64 * 16 * 1024**2 * 64**2 // 100_000
+    assert found["standard"] == 64 * 16 * (4096**2 + 4096 * 64)
+    assert found["flash"] == 64 * 16 * 4096**2 * 64**2 // 100_000
     assert counts.io_complexity(one, 200_000)["flash"] < found["flash"]
+    for elements, holds in ((63, False), (64, True), (4096 * 64, True), (4096 * 64 + 1, False)):  # of the theorem
+        found = counts.io_complexity(one, elements)
+        assert (found["flash"] is not None) == holds and found["standard"]
 
 
 # --- The prediction
@@ -291,6 +295,15 @@ def test_unknown_gpu(monkeypatch):
 # --- What is printed
 
 
+def test_one_of_each():
+    text = str(cupyflash.roofline(problem(1, heads_q=1, heads_k=1), device="H200"))
+    assert "batch 3, heads 1 on 1, queries 1, keys 1, head_dim 64" in text
+    assert text.endswith("by tiles, N^2 d^2 / M: holds for d <= M <= N d only")
+    assert re.search(
+        r"by tiles, N\^2 d\^2 / M: [0-9.]+ million$", str(cupyflash.roofline(problem(8192), device="H200"))
+    )
+
+
 def test_table_and_json():
     for device, masks in product(DEVICES, ({}, {"right": 0})):
         found = cupyflash.roofline(problem(**masks), device=device)
@@ -320,7 +333,10 @@ def test_command(capsys):
     assert "RTX 4090" in printed.out and "sm80 backward" in printed.out and not printed.err
     assert main(["--json", "roofline", *sizes, "--device", "H100", "--memory", "3", "--window", "10", "-1"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["device"]["memory"] == 3e12 and report["device"]["source"] == "your figures"
+    assert report["device"]["memory"] == 3e12 and report["device"]["matmul"] == DEVICES["H100"].matmul
+    assert report["device"]["source"] == "published figures but your memory"
+    assert main(["roofline", "--device", "H100", "--matmul", "800", "--memory", "3", "--exp", "4"]) == 0
+    assert "H100, your figures: 800 TFLOP/s, 3.00 TB/s, 4.00 T exponentials/s" in capsys.readouterr().out
     assert (report["problem"]["heads_k"], report["problem"]["left"], report["problem"]["right"]) == (2, 10, 0)
 
 
