@@ -375,18 +375,19 @@ class Mods:
         members += [c.member(f"m{n}") for n, c in enumerate(mask.captures)] if mask else []
         place = {c.name: f"g{n}" for n, c in enumerate(self.tracked)}
         members += [f"Captured<float, {c.axes}> {place[c.name]};" for c in self.tracked]
-        at = "at.b, at.h, at.i, at.j, at.seqlen_q, at.seqlen_k, at.offset"
+        at = "at.b, at.h, at.i, at.j, at.seqlen_q, at.seqlen_k"
+        offset = "float(at.j - at.i)"  # beside a derivative, an addition takes more from the tensor cores than it saves
         methods = []
         if score:
             methods.append(
                 "template <class Number>\n"
                 "__device__ __forceinline__ Number score(Number x, const Element& at) const {\n"
-                f"return score_mod<Number>(x, {at}{score.pick('s')});\n}}"
+                f"return score_mod<Number>(x, {at}, sizeof(Number) > 4 ? {offset} : at.offset{score.pick('s')});\n}}"
             )
         if mask:
             methods.append(
                 "__device__ __forceinline__ bool visible(const Element& at) const {\n"
-                f"return mask_mod({at}{mask.pick('m')});\n}}"
+                f"return mask_mod({at}, {offset}{mask.pick('m')});\n}}"
             )
         if place:
 
@@ -395,7 +396,7 @@ class Mods:
 
             methods.append(
                 "__device__ __forceinline__ Dual traced(float x, const Element& at, Trace& trace) const {\n"
-                f"return score_mod<Dual>(x, {at}{score.pick('s', traced)});\n}}"
+                f"return score_mod<Dual>(x, {at}, {offset}{score.pick('s', traced)});\n}}"
             )
         given = {"kScore": bool(score), "kMask": bool(mask), "kReads": self.reads}
         flags = f"static constexpr bool {', '.join(f'{name} = {str(is_).lower()}' for name, is_ in given.items())};"

@@ -46,7 +46,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr int kTeamBytes = kSpec.q_slots * kQSlot + kSpec.slots * kSlot;
   constexpr int kBarriers = 2 * kSpec.slots + 3 * kSpec.q_slots;
   constexpr bool kStaged = kSpec.staged();
-  constexpr int kRunSlots = 2, kRunBarriers = kSpec.blocks ? 2 * kRunSlots : 0;
+  using Runs = Dealer<kSpec.blocks>;
   static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
   using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
   static_assert(!GroupLogits::kAny || kTeams == 1, "a warp is left to copy them");
@@ -59,8 +59,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
-  __shared__ uint64 barriers[kTeams * kBarriers + kGroups * GroupLogits::kBarriers + kRunBarriers];
-  __shared__ uint32 next_runs[kRunSlots];
+  __shared__ uint64 barriers[kTeams * kBarriers + kGroups * GroupLogits::kBarriers + Runs::kBarriers];
+  __shared__ uint32 dealt[Runs::kSlots];
   const int warpgroup = same_in_warp(threadIdx.x / 128);
   const bool copies = warpgroup == kWarpgroups;
   const int copier = warp_index() % 4;  // of the warps that copy: one loads and one stores for each team
@@ -76,9 +76,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     return GroupLogits(q_base + kTeamBytes + group * GroupLogits::kBytes,
                        barrier_base + 8 * (kBarriers + group * GroupLogits::kBarriers), count);
   };
-  Ring<kRunSlots> run_ring(shared_address(barriers + kTeams * kBarriers + kGroups * GroupLogits::kBarriers));
+  Runs runs(barriers + kTeams * kBarriers + kGroups * GroupLogits::kBarriers, dealt);
   if (loads) {
-    if constexpr (kSpec.blocks) run_ring.init(kWarpgroups * 4 + kStaged + GroupLogits::kAny);
+    runs.init(4 * kWarpgroups + kStaged + GroupLogits::kAny);
     if constexpr (GroupLogits::kAny)
       for (int i = 0; i < kGroups; ++i) logits_of(i).ring.init(4);
     ring.init(4 * kGroups * kCluster), q_ring.init(kStaged ? 1 : 4);
@@ -108,37 +108,13 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   Works<kSpec.varlen> works(p.order, s, p.segments, blockIdx.x / kCluster * kTeams + team,
                             gridDim.x / kCluster * kTeams);
   const auto find_place = [&] { return place_of<kSpec.varlen>(s, p.segments, works.work.batch); };
-  // Runs of a block mask differ in length: the warp that loads takes one more when it is through, and tells the others.
-  const auto next_work = [&] {
-    if constexpr (kSpec.blocks) {
-      run_ring.wait();
-      works.jump(next_runs[run_ring.slot()]);
-      __syncwarp(copies ? 1 : kFullWarp);  // all have read it
-      run_ring.release();
-      run_ring.advance();
-    } else {
-      works.next();
-    }
-  };
-  const auto take_work = [&](uint32 run) {
-    if constexpr (kSpec.blocks) {
-      barrier_wait(run_ring.empty(run_ring.slot()), run_ring.parity() ^ 1);
-      next_runs[run_ring.slot()] = run;
-      barrier_arrive(run_ring.full(run_ring.slot()));
-      run_ring.advance();
-      works.jump(run);
-    } else {
-      works.next();
-    }
-  };
-
   if (copies) {
     give_registers<kSpec.copying_registers()>();
     if (loads) {
       prefetch_map(p.q), prefetch_map(p.k), prefetch_map(p.v);
       const int q_bytes = kSpec.packed ? panels(kDim) * queries * s.group * kRowBytes : kQBytes;
-      while (works.left()) {
-        const uint32 next_run = kSpec.blocks ? gridDim.x + atomicAdd(p.taken, 1u) : 0;
+      for (uint32 run; works.left(); runs.deal(works, run)) {
+        run = runs.draw(p.taken);
         const Work& work = works.work;
         const Where place = find_place();
         const Range tiles = tiles_of(band_in(band, place), work.tile * block_q, block_q, kBlockK);
@@ -179,11 +155,10 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
           for (int tile = tiles.last - 1; tile >= tiles.first; --tile) load_k(tile), load_v(tile + 1);
           if (tiles.last >= tiles.first) load_v(tiles.first);
         }
-        take_work(next_run);
       }
     } else if (stores) {
       prefetch_map(p.out_map);
-      for (; works.left(); next_work()) {
+      for (; works.left(); runs.follow(works, false)) {
         const Where place = find_place();
 #pragma unroll 1
         for (int group = 0; group < kGroups; ++group) {
@@ -200,7 +175,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       if constexpr (kSpec.bias != kNoBias) prefetch_map(p.bias.map);
       if constexpr (kSpec.mask) prefetch_map(p.mask.map);
       uint32 counts[kGroups] = {};
-      for (; works.left(); next_work()) {
+      for (; works.left(); runs.follow(works, false)) {
         const Work& work = works.work;
         const Range tiles = tiles_of(band, work.tile * block_q, block_q, kBlockK);
         const auto shown = shown_to(work);
@@ -456,14 +431,14 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       if (after > 0) turns.wait(), turns.pass_on(), skip(1);
       ring.wait();
       issue_out(0);
-      next_work();  // its divisions while the last product is being made
+      runs.follow(works);  // its divisions while the last product is being made
       wgmma_wait<0>();
       ring.release();
       ring.advance();
       sit_out(after - 1, false);
       if (after > 0) skip(1);
     } else {
-      next_work();
+      runs.follow(works);
       if (!kSpec.blocks && tiles.last >= tiles.first) sit_out(tiles.last - tiles.first + 1, true), skip(1);
     }
     finish(place, work);

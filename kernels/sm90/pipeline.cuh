@@ -46,6 +46,45 @@ struct Ring {
   }
 };
 
+// Runs that differ in length, as a block mask makes them: a block takes one more when it is through with its last. The
+// thread that loads takes it, and tells the other roles. Else each role knows the runs of its block. In the kernels of
+// dk, dv and of dq this won nothing.
+template <bool kDealt>
+struct Dealer {
+  static constexpr int kSlots = 2, kBarriers = kDealt ? 2 * kSlots : 0;
+  Ring<kSlots> ring;
+  uint32* runs;  // kSlots
+
+  __device__ __forceinline__ Dealer(const uint64* barriers, uint32* runs)
+      : ring(shared_address(barriers)), runs(runs) {}
+  __device__ __forceinline__ void init(int followers) const {  // warps
+    if constexpr (kDealt) ring.init(followers);
+  }
+  // `taken`: how many runs blocks took beyond their first ones. Early, for it takes a while.
+  __device__ __forceinline__ static uint32 draw(uint32* taken) {
+    if constexpr (!kDealt) return 0;
+    return gridDim.x + atomicAdd(taken, 1u);
+  }
+  template <class Works>
+  __device__ __forceinline__ void deal(Works& works, uint32 run) {
+    if constexpr (!kDealt) return works.next();
+    barrier_wait(ring.empty(ring.slot()), ring.parity() ^ 1);
+    runs[ring.slot()] = run;
+    barrier_arrive(ring.full(ring.slot()));
+    ring.advance();
+    works.jump(run);
+  }
+  template <class Works>
+  __device__ __forceinline__ void follow(Works& works, bool whole_warp = true) {
+    if constexpr (!kDealt) return works.next();
+    ring.wait();
+    works.jump(runs[ring.slot()]);
+    __syncwarp(whole_warp ? kFullWarp : 1);  // all have read it
+    ring.release();
+    ring.advance();
+  }
+};
+
 // The warpgroups issue their products one after the other, so that one computes its softmax while another multiplies.
 // Barrier first + g opens for group g when the group before it has issued; barrier 0 is that of __syncthreads.
 template <int kGroups>
