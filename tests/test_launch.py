@@ -406,6 +406,8 @@ def check(gpu, call):
             check_maps(call, one)
     if "dq" in call.arrays:
         check_workspace(gpu, call, packed)
+    elif call.main == ("hopper_forward",):
+        check_taken(gpu, call)
 
 
 def kernels_of_dbias(call):
@@ -554,6 +556,16 @@ def check_order(call, one):
     assert one.cooperative == bool(wait), "only blocks that run at once may wait for each other"
     if wait:
         assert one.blocks % count == 0 and params["sizes"]["section"] == 1, "whole heads at a time"
+
+
+def check_taken(gpu, call):
+    """With a block mask blocks count the runs that they take, from 0, and a run is one tile."""
+    params = call.launched[0].params
+    counter = gpu.allocated(params["taken"])
+    if not call.problem.blocks:
+        assert counter is None
+    else:
+        assert (counter.dtype, counter.tolist()) == (np.uint32, [0]) and not params["order"]["paired"]
 
 
 def check_sums(call, one):

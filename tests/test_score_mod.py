@@ -68,7 +68,7 @@ def _branch(score, b, h, i, j, prefix):
 
 SCORES = {
     "ALiBi": Example(
-        "score - slope[h] * abs(i + shift - j)",
+        "score - slope[h] * abs(float(i - j) + shift)",
         lambda score, b, h, i, j, slope, shift: score - slope[h] * abs(i + shift - j),
         {"slope": abs(numbers(HEADS)), "shift": 60},
         ("slope",),
@@ -532,6 +532,25 @@ def typed(score=None, visible=None, backward=False, dtype="bfloat16"):
     """What a call of CuPy arrays makes of functions with NumPy arrays."""
     arrays = {name: x for mod in (score, visible) if mod is not None for name, x in mod.arrays.items()}
     return checks._typed(True, checks.mods(score, visible, backward), dtype, arrays)
+
+
+@pytest.mark.parametrize(
+    "text, offset",
+    [
+        ("score - float(i - j)", "(-_offset)"),
+        ("i >= j && i != 3 ? float( j -i ) : score", "_offset "),
+        ("score * afloat(i - j)", None),
+        ("score * float(i - j * 2)", None),
+        ("score + float(i - i)", None),
+        ("(i += 3, score + float(i - j))", None),
+        ("(--j, score + float(i - j))", None),
+        ("int n = 4; { int i = n; return score + float(i - j); }", None),
+    ],
+)
+def test_offset(text, offset):
+    """The difference that a kernel has at hand stands for the same one only where i and j cannot have changed."""
+    body = ScoreMod(text).mod.cpp().partition('"score_mod"\n')[2]
+    assert (offset or text) in body and ("_offset" in body) == bool(offset)
 
 
 def test_a_python_function_on_the_gpu():
