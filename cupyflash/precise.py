@@ -23,10 +23,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .choose import SHARED_LIMIT, fitting, round_up
 from .problem import Problem
-from .spec import PreciseDeltaSpec, PreciseForwardSpec, PreciseKeysSpec, PreciseQueriesSpec, Variant
+from .spec import (
+    HopperPreciseSpec,
+    PreciseDeltaSpec,
+    PreciseForwardSpec,
+    PreciseKeysSpec,
+    PreciseQueriesSpec,
+    SplitSpec,
+    Variant,
+)
 
 ITEM = {"float32": 4, "float64": 8}  # bytes of an element
 
@@ -76,6 +85,11 @@ QUERIES = {
     },
 }
 
+# head_dim up to: (block_k, groups, slots) of Hopper's forward of halves.
+HOPPER_FORWARD = {64: (128, 3, 2), 128: (128, 2, 1)}
+HOPPER_DIMS_V = (64, 96, 128)  # widths of a product
+HALVES_LENGTH = 256  # queries and keys from which on splitting is worth its time
+
 
 def _widths(problem: Problem, parts: int) -> tuple[int, int]:
     """Both widths padded: whole rounds through the banks, whole units for each part."""
@@ -115,6 +129,37 @@ def backward(problem: Problem, access: int, shared_limit: int) -> tuple[Variant,
     )
 
 
+def by_halves(problem: Problem) -> bool:
+    """Whether Hopper multiplies float32 as two float16, which one more pass over the inputs makes of each number."""
+    exact = problem.dtype == "float32" and problem.precision is None
+    return (
+        exact
+        and max(problem.head_dim, problem.head_dim_v) <= max(HOPPER_FORWARD)
+        and min(problem.seqlen_q, problem.seqlen_k) >= HALVES_LENGTH
+    )
+
+
+def padded(head_dim: int) -> int:
+    """Columns of each of the halves."""
+    return 64 if head_dim <= 64 else 128
+
+
+def split(access: int, backward: bool) -> tuple[Variant, Variant]:
+    """Return the kernels that look for the largest numbers of the inputs and that split them."""
+    spec = SplitSpec(8, 4, access, backward)
+    return tuple(Variant("precise/split.cuh", name, "float32", spec) for name in ("find_largest", "split_rows"))
+
+
+@functools.lru_cache(maxsize=1024)
+def hopper_forward(problem: Problem, access: int) -> Variant:
+    """Return Hopper's forward kernel of halves; `access` is that of out."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    d = round_up(problem.head_dim, 32)
+    dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
+    spec = HopperPreciseSpec(d, dv, *HOPPER_FORWARD[min(n for n in HOPPER_FORWARD if n >= width)], min(access, 8))
+    return Variant("sm90/precise_forward.cuh", "hopper_precise_forward", problem.dtype, spec)
+
+
 def variants(capability: int) -> Iterator[Variant]:
     """Yield the kernels that devices of `capability` (80, 90, ...) choose for aligned arrays."""
     if capability < 80:
@@ -124,3 +169,6 @@ def variants(capability: int) -> Iterator[Variant]:
         for head_dim in (64, 96, 128, 192, 256):
             problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim, 1.0)
             yield from (forward(problem, 16, limit), *backward(problem, 16, limit))
+            long = replace(problem, seqlen_q=HALVES_LENGTH, seqlen_k=HALVES_LENGTH)
+            if capability == 90 and by_halves(long):
+                yield from (*split(16, False), *split(16, True), hopper_forward(long, 16))

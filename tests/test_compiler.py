@@ -28,7 +28,7 @@ TOP_HEADERS = (
     *("sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
     "sm90/bias_gradient.cuh",
-    *("precise/forward.cuh", "precise/backward.cuh"),
+    *("precise/forward.cuh", "precise/backward.cuh", "precise/split.cuh", "sm90/precise_forward.cuh"),
     "sm80/mod_gradient.cuh",
 )
 LIMIT = 232448
@@ -253,6 +253,7 @@ NESTED = {
     structs.TILE_LISTS: "cupyflash::TileList[cupyflash::kTileKinds]",
     structs.LENGTHS: "cupyflash::Lengths",
     structs.CLEARED: "cupyflash::Cleared",
+    structs.HALVES: "cupyflash::Halves",
 }
 
 
@@ -294,6 +295,15 @@ def test_struct_twins():
         ("PreciseBackwardParams", structs.PRECISE_BACKWARD_PARAMS),
     ):
         compile_twins(same_struct(name, dtype, NESTED, derived=True), "precise/params.cuh")
+    for name, dtype in (
+        ("HalvesParams<false>", structs.HALVES_FORWARD_PARAMS),
+        ("HalvesParams<true>", structs.HALVES_BACKWARD_PARAMS),
+        ("HopperPreciseForwardParams", structs.HOPPER_PRECISE_FORWARD_PARAMS),
+        ("HopperPreciseBackwardParams", structs.HOPPER_PRECISE_BACKWARD_PARAMS),
+    ):
+        compile_twins(same_struct(name, dtype, NESTED, derived=True), "sm90/precise_params.cuh")
+    twins = {"Halves": structs.HALVES, "Scales": structs.SCALES}
+    compile_twins([x for name, dtype in twins.items() for x in same_struct(name, dtype, NESTED)], "precise/params.cuh")
     twins = {"Lengths": structs.LENGTHS, "Cleared": structs.CLEARED, "SegmentsParams": structs.SEGMENTS_PARAMS}
     lines = [line for name, dtype in twins.items() for line in same_struct(name, dtype, NESTED)]
     lines.append(f"static_assert(sizeof(cupyflash::Segment) == {4 * structs.SEGMENT_WORDS});")
@@ -352,6 +362,7 @@ SPECS = (
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
     *(spec.BiasGradientSpec, spec.HopperBiasGradientSpec, spec.BiasSumSpec),
     *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
+    *(spec.SplitSpec, spec.HopperPreciseSpec),
     spec.ModGradientSpec,
 )
 

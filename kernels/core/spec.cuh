@@ -243,6 +243,27 @@ struct PreciseDeltaSpec {  // of the kernel before both; a warp owns a row
   int item;
 };
 
+struct SplitSpec {  // of the kernels that split float32 into two float16
+  int warps;
+  int blocks_per_sm;
+  int access;  // bytes of one load: 16, 8 or 4
+  bool backward;
+
+  __device__ constexpr int operands() const { return backward ? 4 : 3; }
+};
+
+struct HopperPreciseSpec {   // of Hopper's forward of float32
+  int head_dim, head_dim_v;  // of a product: multiples of 16, and 64, 96 or 128
+  int block_k;
+  int groups;  // warpgroups, 64 rows each
+  int slots;   // tiles of K, and of V, in flight
+  int access;  // of the stores of out
+
+  __device__ constexpr int threads() const { return 128 * (groups + 1); }
+  __device__ constexpr int registers() const { return groups == 2 ? 240 : 160; }
+  __device__ constexpr int copying_registers() const { return groups == 2 ? 24 : 32; }
+};
+
 // Hopper: whether a block starts with the registers that its roles share later. Else the last to take its part waits
 // forever.
 template <class HopperSpec>

@@ -7,10 +7,40 @@ namespace cupyflash {
 
 struct PreciseForwardParams : ForwardParams {
   double exact_scale;
+  const uint32* only_if;  // where it is not null and leads to 0, another kernel computes everything
 };
 
 struct PreciseBackwardParams : BackwardParams {
   double exact_scale;
+  const uint32* only_if;
+};
+
+// float32 arrays as two of float16, precise/halves.cuh.
+enum Operand { kQ, kK, kV, kDout, kOperands };
+
+struct Scales {
+  uint32 largest[kOperands];  // bits of the largest |x|, with which 2^e is chosen
+  uint32 squares[kOperands];  // bits of the largest |row|^2 of 2^e x
+  uint32 wide;                // 1: some row needs more digits than two float16 have, or is not finite
+};
+
+struct Halves {
+  void *q, *k, *v, *dout;  // float16 (batch, seqlen, heads, 2, padded head_dim): big, then small
+  Scales* scales;
+
+  __device__ __forceinline__ void* of(Operand operand) const {
+    return operand == kQ ? q : operand == kK ? k : operand == kV ? v : dout;
+  }
+};
+
+// What the kernels that split are given; those that multiply are given more.
+template <bool kBackward>
+struct HalvesParams : PreciseForwardParams {
+  Halves halves;
+};
+template <>
+struct HalvesParams<true> : PreciseBackwardParams {
+  Halves halves;
 };
 
 // The rows of one head.
