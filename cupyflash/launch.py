@@ -25,10 +25,12 @@ from .structs import (
     BACKWARD_POINTERS,
     FORWARD_PARAMS,
     FORWARD_POINTERS,
+    HALVES_BACKWARD_POINTERS,
     HALVES_FORWARD_POINTERS,
     HOPPER_BACKWARD_PARAMS,
     HOPPER_FORWARD_PARAMS,
     HOPPER_POINTERS,
+    HOPPER_PRECISE_BACKWARD_PARAMS,
     HOPPER_PRECISE_FORWARD_PARAMS,
     LOGIT_MAP,
     MAP,
@@ -521,7 +523,9 @@ def _order(problem: Problem, heads: int, tiles: int, places: int) -> tuple[tuple
 def _plan_backward(problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan:
     device, path = cupy.cuda.runtime.getDevice(), _path()
     if problem.dtype in precise.ITEM:
-        return _plan_precise_backward(device, problem, arrays, rest)
+        by_halves = path == "sm90" and precise.by_halves(problem)
+        plan = _plan_hopper_precise_backward(device, problem, arrays, rest) if by_halves else None
+        return plan or _plan_precise_backward(device, problem, arrays, rest)
     plan = None
     if path == "sm90" and not choose.backward_elsewhere(problem):
         if choose.split(problem, deterministic):
@@ -724,18 +728,49 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Res
 def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
     """No sum depends on the order in which blocks run, so that every call is deterministic."""
     compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
-    delta, keys, queries = precise.backward(problem, _access(problem, arrays), _shared_limit(device))
-    pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     params = np.zeros(1, PRECISE_BACKWARD_PARAMS)
+    launches = _launch_precise_backward(device, params, problem, arrays, rest)
+    return Plan.of(launches, params, BACKWARD_POINTERS, None, _precise_workspace(problem))
+
+
+def _precise_workspace(problem: Problem) -> tuple[int, ...]:
+    return (problem.batch * problem.heads_q * problem.seqlen_q, 0, 0, 0)
+
+
+def _launch_precise_backward(
+    device: int, params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest
+) -> tuple[Launch, ...]:
+    """Write all but pointers, what is of halves, and maps."""
+    delta, keys, queries = precise.backward(problem, _access(problem, arrays), _shared_limit(device))
     _fill_backward(params, problem, arrays, rest)
     params["sizes"] = sizes(problem, _backward_section(problem))
     params["exact_scale"] = problem.scale
-    launches = (
-        Launch.of(delta, _blocks(-(-pairs_q * problem.seqlen_q // delta.spec.warps), 1)),
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    return Launch.of(delta, _blocks(-(-rows // delta.spec.warps), 1)), *_launch_gradients(problem, keys, queries)
+
+
+def _launch_gradients(problem: Problem, keys: Variant, queries: Variant) -> tuple[Launch, Launch]:
+    """A block takes a tile of one head."""
+    pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    return (
         Launch.of(keys, _blocks(pairs_k, -(-problem.seqlen_k // keys.spec.block_k))),
         Launch.of(queries, _blocks(pairs_q, -(-problem.seqlen_q // queries.spec.block_q))),
     )
-    return Plan.of(launches, params, BACKWARD_POINTERS, None, (pairs_q * problem.seqlen_q, 0, 0, 0))
+
+
+def _plan_hopper_precise_backward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
+    """As `_plan_hopper_precise_forward`; the halves are made anew."""
+    q, k, v, dout, _, dq, dk, dv = arrays
+    keys, queries = precise.hopper_backward(problem, _access(problem, (dq, dk, dv)))
+    params = np.zeros(1, HOPPER_PRECISE_BACKWARD_PARAMS)
+    split = _split(device, params, problem, [q, k, v, dout], (64, 64, 64, 64))
+    if split is None:
+        return None
+    launches, halves = split
+    delta, *others = _launch_precise_backward(device, params, problem, arrays, rest)
+    launches = (*launches, delta, *_launch_gradients(problem, keys, queries), *others)
+    names = (*BACKWARD_POINTERS, *HALVES_BACKWARD_POINTERS)
+    return Plan.of(launches, params, names, None, _precise_workspace(problem), halves)
 
 
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest) -> None:

@@ -28,6 +28,8 @@ from dataclasses import replace
 from .choose import SHARED_LIMIT, fitting, round_up
 from .problem import Problem
 from .spec import (
+    HopperPreciseKeysSpec,
+    HopperPreciseQueriesSpec,
     HopperPreciseSpec,
     PreciseDeltaSpec,
     PreciseForwardSpec,
@@ -87,6 +89,8 @@ QUERIES = {
 
 # head_dim up to: (block_k, groups, slots) of Hopper's forward of halves.
 HOPPER_FORWARD = {64: (128, 3, 2), 128: (128, 2, 1)}
+# (groups, slots of q or k, slots of dout or v) of the two kernels of its backward.
+HOPPER_BACKWARD = {64: (3, 3, 3), 128: (2, 2, 1)}
 HOPPER_DIMS_V = (64, 96, 128)  # widths of a product
 HALVES_LENGTH = 256  # queries and keys from which on splitting is worth its time
 
@@ -160,6 +164,20 @@ def hopper_forward(problem: Problem, access: int) -> Variant:
     return Variant("sm90/precise_forward.cuh", "hopper_precise_forward", problem.dtype, spec)
 
 
+@functools.lru_cache(maxsize=1024)
+def hopper_backward(problem: Problem, access: int) -> tuple[Variant, Variant]:
+    """Return Hopper's kernels of halves for dk and dv, and for dq; `access` is that of the gradients."""
+    dims = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
+    tiling = HOPPER_BACKWARD[min(n for n in HOPPER_BACKWARD if n >= max(dims))]
+    return tuple(
+        Variant("sm90/precise_backward.cuh", template, problem.dtype, spec(*dims, *tiling, min(access, 8)))
+        for template, spec in (
+            ("hopper_precise_keys", HopperPreciseKeysSpec),
+            ("hopper_precise_queries", HopperPreciseQueriesSpec),
+        )
+    )
+
+
 def variants(capability: int) -> Iterator[Variant]:
     """Yield the kernels that devices of `capability` (80, 90, ...) choose for aligned arrays."""
     if capability < 80:
@@ -171,4 +189,4 @@ def variants(capability: int) -> Iterator[Variant]:
             yield from (forward(problem, 16, limit), *backward(problem, 16, limit))
             long = replace(problem, seqlen_q=HALVES_LENGTH, seqlen_k=HALVES_LENGTH)
             if capability == 90 and by_halves(long):
-                yield from (*split(16, False), *split(16, True), hopper_forward(long, 16))
+                yield from (*split(16, False), *split(16, True), hopper_forward(long, 16), *hopper_backward(long, 16))

@@ -122,7 +122,6 @@ HOPPER_PRECISE_FORWARD_PARAMS = _with_maps(
 HOPPER_PRECISE_BACKWARD_PARAMS = _with_maps(
     *((n, HALVES_BACKWARD_PARAMS[n]) for n in HALVES_BACKWARD_PARAMS.names),
     *((n, MAP) for n in ("q_map", "k_map", "v_map", "dout_map")),
-    *(("keys", ORDER), ("queries", ORDER)),
 )
 _LENGTHS = [("starts", "u8"), ("used", "u8"), *((n, "i4") for n in ("wide_starts", "wide_used", "total"))]
 LENGTHS = np.dtype(_LENGTHS, align=True)

@@ -127,6 +127,10 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     const uint32 of_warp = __reduce_max_sync(kFullWarp, __float_as_uint(longest));
     if (lane_index() == 0 && of_warp > scales.squares[operand]) atomicMax(scales.squares + operand, of_warp);
   }
+  if constexpr (kSpec.backward) {  // what takes dout v back to its size is a normal number, and its sums are finite
+    const int exponent = exponent_of(scales.largest[kV]) + exponent_of(scales.largest[kDout]);
+    wide |= exponent < -60 || exponent > 112;
+  }
   if (wide) scales.wide = 1;
 }
 

@@ -13,7 +13,6 @@ struct HopperPreciseForwardParams : HalvesParams<false> {
 
 struct HopperPreciseBackwardParams : HalvesParams<true> {
   TensorMap q_map, k_map, v_map, dout_map;
-  Order keys, queries;  // tiles of keys for dk and dv, and of queries for dq
 };
 
 }  // namespace cupyflash

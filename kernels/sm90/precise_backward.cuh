@@ -1,0 +1,380 @@
+// Gradients of float32 on Hopper from halves (precise/halves.cuh), as in precise/backward.cuh by two kernels, so that
+// every sum is made in registers and in one order. Rows of a block stay in shared memory, 64 for each warpgroup that
+// computes, and tiles of 64 others stream past; one more warpgroup copies. With the rows that stay,
+//   keys      S^T = k q^T        P^T = exp(scale S^T - lse)       dv += P^T dout
+//             dP^T = v dout^T    dS^T = P^T (dP^T - delta)        dk += dS^T q
+//   queries   S = q k^T          P = exp(scale S - lse)
+//             dP = dout v^T      dS = P (dP - delta)              dq += dS k
+// Each product is three of halves, as in sm90/precise_forward.cuh, and a sum of its own, added outside. The warpgroups
+// take turns at the tensor cores, one product at a time: what one computes in between takes less than the others'
+// turns.
+#pragma once
+
+#include "core/epilogue.cuh"
+#include "core/spec.cuh"
+#include "core/work.cuh"
+#include "precise/backward.cuh"
+#include "precise/halves.cuh"
+#include "sm90/pipeline.cuh"
+#include "sm90/precise_params.cuh"
+#include "sm90/tile.cuh"
+#include "sm90/wgmma.cuh"
+
+namespace cupyflash {
+
+constexpr int kTile = 64;          // rows of a tile
+constexpr int kProbExponent = 14;  // 2^14 P is split: P is at most 1, and what its halves lose is below 2^-39
+
+// Rows that stay, a tile for each group, and the tiles that meet them: of q and k, or of v and dout, in halves of
+// padded(kDim) columns.
+template <int kDim, int kGroups, int kSlots>
+struct Side {
+  static constexpr int kCols = padded(kDim), kTileBytes = tile_bytes(kTile, 2 * kCols);
+  static constexpr int kBytes = (kGroups + kSlots) * kTileBytes, kBarriers = 2 + 2 * kSlots;
+
+  uint32 base;
+  Ring<1> rows;
+  Ring<kSlots> ring;
+
+  __device__ __forceinline__ Side(uint32 base, uint64* barriers)
+      : base(base), rows(shared_address(barriers)), ring(shared_address(barriers + 2)) {}
+  // `arrivals` fill a tile, one of them that of its bytes.
+  __device__ __forceinline__ void init(int arrivals) const { rows.init(4 * kGroups), ring.init(4 * kGroups, arrivals); }
+  __device__ __forceinline__ uint32 tile() const { return base + (kGroups + ring.slot()) * kTileBytes; }
+
+  // The thread that copies.
+  __device__ __forceinline__ void copy_rows(const TensorMap& map, int row, int head, int batch) const {
+    const uint32 full = rows.acquire(kGroups * kTileBytes);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i)
+      copy_tile<kTile, 2 * kCols>(base + i * kTileBytes, map, full, row + i * kTile, head, batch);
+  }
+  __device__ __forceinline__ void copy(const TensorMap& map, int row, int head, int batch) {
+    copy_tile<kTile, 2 * kCols>(tile(), map, ring.acquire(kTileBytes), row, head, batch);
+    ring.advance();
+  }
+  // The warp that adds a number of each row.
+  template <class Get>
+  __device__ __forceinline__ void add_numbers(float (&numbers)[kSlots][kTile], Get get) {
+    const int lane = lane_index();
+    const float x[2] = {get(lane), get(lane + 32)};
+    barrier_wait(ring.empty(ring.slot()), ring.parity() ^ 1);
+    numbers[ring.slot()][lane] = x[0], numbers[ring.slot()][lane + 32] = x[1];
+    ring.fill();
+    ring.advance();
+  }
+
+  // A warpgroup that computes. scores = its rows * tile^T. Of rows and columns the small halves of the queries' side
+  // come first, as in the forward: all passes make the same scores.
+  template <bool kKeysStay>
+  __device__ __forceinline__ void issue_scores(Accumulator<kTile>& scores, int group) const {
+    const RowOperand<kTile> left(base + group * kTileBytes), right(tile());
+    constexpr int kSmall = kCols / 16;
+    const auto product = [&](int of_left, int of_right, int accumulate) {
+#pragma unroll
+      for (int step = 0; step < kDim / 16; ++step)
+        Wgmma<float16, kTile>::dot_rows(scores.x, left[of_left + step], right[of_right + step], accumulate | step);
+    };
+    constexpr int kFirst = kKeysStay ? 0 : kSmall;
+    wgmma_fence();
+    product(kFirst, kSmall - kFirst, 0), product(kSmall - kFirst, kFirst, 1), product(0, 0, 1);
+    wgmma_commit();
+  }
+  // sum = weights * tile, of the columns from `col` on
+  template <int kSumCols>
+  __device__ __forceinline__ void issue_sum(Accumulator<kSumCols>& sum, const uint32 (&big)[kTile / 16][4],
+                                            const uint32 (&small)[kTile / 16][4], int col) const {
+    const uint32 panel = tile() + tile_bytes(kTile, col);
+    const ColumnOperand<kTile> tile_big(panel), tile_small(panel + kTileBytes / 2);
+    const auto product = [&](const uint32(&weights)[kTile / 16][4], const ColumnOperand<kTile>& rows, int accumulate) {
+#pragma unroll
+      for (int step = 0; step < kTile / 16; ++step)
+        Wgmma<float16, kSumCols>::times(sum.x, weights[step], rows[step], accumulate | step);
+    };
+    wgmma_fence();
+    product(small, tile_big, 0), product(big, tile_small, 1), product(big, tile_big, 1);
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void release() {
+    ring.release();
+    ring.advance();
+  }
+};
+
+// Splits dS, each row times the power of two that takes its largest number to 2^14 ... 2^15: whatever dout and dlse
+// are, it keeps its bits. `down` takes the sums back.
+__device__ __forceinline__ void split_gradient(Accumulator<kTile>& ds, uint32 (&big)[kTile / 16][4],
+                                               uint32 (&small)[kTile / 16][4], float (&down)[2]) {
+  float up[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float largest = 0;
+#pragma unroll
+    for (int j = 0; j < kTile / 8; ++j)
+      largest = fmaxf(largest, fmaxf(fabsf(ds.x[j][2 * half]), fabsf(ds.x[j][2 * half + 1])));
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+    const int exponent = exponent_of(__float_as_uint(largest));
+    up[half] = power_of_two(exponent), down[half] = power_of_two(-exponent);
+  }
+  ds.scale_rows(up[0], up[1]);
+  split_operand(ds, 1.f, big, small);
+}
+
+// sum += factor of the row * part, from the column `col` on
+template <int kCols, int kPart>
+__device__ __forceinline__ void add(Accumulator<kCols>& sum, const Accumulator<kPart>& part, int col,
+                                    const float (&factor)[2]) {
+#pragma unroll
+  for (int j = 0; j < kPart / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& x = sum.x[col / 8 + j][i];
+      x = fmaf(part.x[j][i], factor[i / 2], x);
+    }
+}
+
+template <class T, HopperPreciseKeysSpec kSpec>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_precise_keys(const __grid_constant__ HopperPreciseBackwardParams p) {
+  if (p.halves.scales->wide) return;
+  constexpr int kGroups = kSpec.groups, kBlockK = 64 * kGroups;
+  using Queries = Side<kSpec.head_dim, kGroups, kSpec.slots>;
+  using Douts = Side<kSpec.head_dim_v, kGroups, kSpec.slots_dout>;
+  static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ uint64 barriers[Queries::kBarriers + Douts::kBarriers];
+  // Of the tiles of q in flight, and of dout: lse, and delta in units of 2^14, for P comes in those of 2^-14.
+  __shared__ __align__(8) float lses[kSpec.slots][kTile], deltas[kSpec.slots_dout][kTile];
+  Queries queries(first_tile(shared), barriers);
+  Douts douts(queries.base + Queries::kBytes, barriers + Queries::kBarriers);
+  if (threadIdx.x == 0) {
+    queries.init(2), douts.init(2);
+    fence_barrier_init();  // for the copy engine; for the other threads the barrier below
+  }
+  __syncthreads();
+
+  const Sizes& s = p.sizes;
+  const Band band(s);
+  const int k_tiles = (s.seqlen_k + kBlockK - 1) / kBlockK;
+  const Work work = find_work(blockIdx.x, k_tiles, s.batch, s.heads_q / s.group, s.section, false);
+  const int first_row = work.tile * kBlockK, warpgroup = same_in_warp(threadIdx.x / 128);
+  // Of queries, in each head of the group.
+  const Range tiles = query_tiles_of(band, {first_row, min(first_row + kBlockK, s.seqlen_k) - 1}, kTile);
+
+  if (warpgroup == kGroups) {  // a thread copies for each side, and a warp adds the numbers that go with its tiles
+    give_registers<kSpec.copying_registers()>();
+    const int warp = warp_index() % 4;
+    if (warp < 2 && lane_index() > 0 || tiles.last < tiles.first) return;
+    if (warp == 0) queries.copy_rows(p.k_map, first_row, work.head, work.batch);
+    if (warp == 1) douts.copy_rows(p.v_map, first_row, work.head, work.batch);
+    for (int head = work.head * s.group; head < (work.head + 1) * s.group; ++head)
+      for (int row = tiles.first * kTile; row <= tiles.last * kTile; row += kTile) {
+        const auto statistic = [&](int i) { return Statistic<float>::of(p, work.batch, head, row + i); };
+        if (warp == 0) queries.copy(p.q_map, row, head, work.batch);
+        if (warp == 1) douts.copy(p.dout_map, row, head, work.batch);
+        if (warp == 2) queries.add_numbers(lses, [&](int i) { return statistic(i).lse; });
+        if (warp == 3)
+          douts.add_numbers(deltas, [&](int i) { return power_of_two(-kProbExponent) * statistic(i).delta; });
+      }
+    return;
+  }
+
+  take_registers<kSpec.registers()>();
+  const int group = warpgroup, first_key = first_row + 64 * group, warp_row = warp_index() % 4 * 16;
+  const Turns<kGroups> turns{group, 1};
+  turns.open();
+  const Scales& scales = *p.halves.scales;
+  const float scale = finite_scale(p.exact_scale, -exponent_of(scales.largest[kQ]) - exponent_of(scales.largest[kK]));
+  const float unit_dp =
+      power_of_two(-kProbExponent - exponent_of(scales.largest[kV]) - exponent_of(scales.largest[kDout]));
+  const uint32 zero = s.group < 0;  // which the compiler does not know
+  const Range seen_by_all = queries_of_all(band, {first_key, first_key + 63});
+  Accumulator<padded(kSpec.head_dim)> dk;
+  Accumulator<padded(kSpec.head_dim_v)> dv;
+  uint32 big[kTile / 16][4], small[kTile / 16][4];  // P, then dS
+  dk.clear(), dv.clear();
+  int tile = tiles.first, remaining = max(0, tiles.last - tiles.first + 1) * s.group;
+  if (remaining > 0) queries.rows.wait(), douts.rows.wait();
+#pragma unroll 1
+  for (; remaining > 0; --remaining) {
+    Accumulator<kTile> prob, ds;
+    queries.ring.wait();
+    turns.wait();
+    queries.template issue_scores<true>(prob, group);
+    turns.pass_on();
+    wgmma_wait<0>();
+    const float* const lse = lses[queries.ring.slot()] + prob.col();
+#pragma unroll
+    for (int j = 0; j < kTile / 8; ++j) {
+      const float2 of_query = *reinterpret_cast<const float2*>(lse + 8 * j);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) prob.x[j][i] = __fmul_rn(prob.x[j][i], scale) - (i % 2 ? of_query.y : of_query.x);
+    }
+    const int first_query = tile * kTile;
+    if (first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last)
+      prob.hide(first_key + warp_row, first_query, -kInfinity, [&](int key) { return band.queries(key); });
+#pragma unroll
+    for (int j = 0; j < kTile / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(kLog2E * prob.x[j][i]);
+    split_operand(prob, power_of_two(kProbExponent), big, small);
+
+    douts.ring.wait();
+    constexpr int kPart = 64;  // columns of dk and dv that are summed at a time: registers
+    const float ones[2] = {1.f, 1.f};
+#pragma unroll
+    for (int col = 0; col < dv.kCols; col += kPart) {
+      Accumulator<kPart> part;
+      turns.wait();
+      douts.issue_sum(part, big, small, col);
+      turns.pass_on();
+      wgmma_wait<0>();
+      add(dv, part, col, ones);
+    }
+
+    douts.ring
+        .wait();  // again: a branch, behind which the compiler would leave the sum, in registers that are not there
+    turns.wait();
+    douts.template issue_scores<true>(ds, group);
+    turns.pass_on();
+    wgmma_wait<0>();
+    const float* const delta = deltas[douts.ring.slot()] + ds.col();
+#pragma unroll
+    for (int j = 0; j < kTile / 8; ++j) {
+      const float2 of_query = *reinterpret_cast<const float2*>(delta + 8 * j);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // P again, unpacked here: the compiler would keep it unpacked, or do that early, if it could.
+        const int step = j / 2, i = j % 2 * 2 + half;
+        float &x = ds.x[j][2 * half], &y = ds.x[j][2 * half + 1];
+        const float2 a = float16::unpack(big[step][i] ^ __float_as_uint(x) & zero), b = float16::unpack(small[step][i]);
+        x = (a.x + b.x) * fmaf(x, unit_dp, -of_query.x), y = (a.y + b.y) * fmaf(y, unit_dp, -of_query.y);
+      }
+    }
+    douts.release();
+    float down[2];
+    split_gradient(ds, big, small, down);
+#pragma unroll
+    for (int col = 0; col < dk.kCols; col += kPart) {
+      Accumulator<kPart> part;
+      turns.wait();
+      queries.issue_sum(part, big, small, col);
+      turns.pass_on();
+      wgmma_wait<0>();
+      add(dk, part, col, down);
+    }
+    queries.release();
+    tile = tile == tiles.last ? tiles.first : tile + 1;
+  }
+  turns.close();
+
+  const float of_prob = power_of_two(-kProbExponent), unit_dout = power_of_two(-exponent_of(scales.largest[kDout]));
+  dv.scale_rows(of_prob, of_prob), dv.scale_rows(unit_dout, unit_dout);
+  const float unit_q = power_of_two(-exponent_of(scales.largest[kQ])), exact_scale = p.exact_scale;
+  dk.scale_rows(unit_q, unit_q), dk.scale_rows(exact_scale, exact_scale);
+  store_direct<float, kSpec.access>(dk, head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim, 4),
+                                    first_key + warp_row, 0);
+  store_direct<float, kSpec.access>(dv, head_of(p.dv, work.batch, work.head, s.seqlen_k, s.head_dim_v, 4),
+                                    first_key + warp_row, 0);
+}
+
+template <class T, HopperPreciseQueriesSpec kSpec>
+__global__ void __launch_bounds__(kSpec.threads(), 1)
+    hopper_precise_queries(const __grid_constant__ HopperPreciseBackwardParams p) {
+  if (p.halves.scales->wide) return;
+  constexpr int kGroups = kSpec.groups, kBlockQ = 64 * kGroups;
+  using Keys = Side<kSpec.head_dim, kGroups, kSpec.slots>;
+  using Values = Side<kSpec.head_dim_v, kGroups, kSpec.slots_v>;
+  static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
+  extern __shared__ __align__(1024) char shared[];
+  __shared__ uint64 barriers[Keys::kBarriers + Values::kBarriers];
+  Keys keys(first_tile(shared), barriers);
+  Values values(keys.base + Keys::kBytes, barriers + Keys::kBarriers);
+  if (threadIdx.x == 0) {
+    keys.init(1), values.init(1);
+    fence_barrier_init();  // for the copy engine; for the other threads the barrier below
+  }
+  __syncthreads();
+
+  const Sizes& s = p.sizes;
+  const Band band(s);
+  const int q_tiles = (s.seqlen_q + kBlockQ - 1) / kBlockQ;
+  const Work work = find_work(blockIdx.x, q_tiles, s.batch, s.heads_q, s.section * s.group, true);
+  const int first_row = work.tile * kBlockQ, warpgroup = same_in_warp(threadIdx.x / 128);
+  const Range tiles = tiles_of(band, first_row, kBlockQ, kTile);
+
+  if (warpgroup == kGroups) {  // a thread copies for each side
+    give_registers<kSpec.copying_registers()>();
+    const int warp = warp_index() % 4, head_k = work.head / s.group;
+    if (warp > 1 || lane_index() > 0 || tiles.last < tiles.first) return;
+    if (warp == 0) keys.copy_rows(p.q_map, first_row, work.head, work.batch);
+    if (warp == 1) values.copy_rows(p.dout_map, first_row, work.head, work.batch);
+    for (int row = tiles.first * kTile; row <= tiles.last * kTile; row += kTile) {
+      if (warp == 0) keys.copy(p.k_map, row, head_k, work.batch);
+      if (warp == 1) values.copy(p.v_map, row, head_k, work.batch);
+    }
+    return;
+  }
+
+  take_registers<kSpec.registers()>();
+  const int group = warpgroup, first_query = first_row + 64 * group, warp_row = warp_index() % 4 * 16;
+  const Turns<kGroups> turns{group, 1};
+  turns.open();
+  const Scales& scales = *p.halves.scales;
+  const float scale = finite_scale(p.exact_scale, -exponent_of(scales.largest[kQ]) - exponent_of(scales.largest[kK]));
+  const float unit_dp = power_of_two(-exponent_of(scales.largest[kV]) - exponent_of(scales.largest[kDout]));
+  const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, s.seqlen_q) - 1});
+  Accumulator<padded(kSpec.head_dim)> dq;
+  dq.clear();
+  Statistic<float> of_row[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    of_row[half] = Statistic<float>::of(p, work.batch, work.head, first_query + warp_row + dq.row(half));
+  if (tiles.last >= tiles.first) keys.rows.wait(), values.rows.wait();
+#pragma unroll 1
+  for (int tile = tiles.first; tile <= tiles.last; ++tile) {
+    Accumulator<kTile> prob, ds;
+    keys.ring.wait(), values.ring.wait();
+    turns.wait();
+    keys.template issue_scores<false>(prob, group);
+    values.template issue_scores<false>(ds, group);
+    turns.pass_on();
+    wgmma_wait<1>();  // the scores are there
+#pragma unroll
+    for (int j = 0; j < kTile / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) prob.x[j][i] = __fmul_rn(prob.x[j][i], scale) - of_row[i / 2].lse;
+    const int first_key = tile * kTile;
+    if (first_key < seen_by_all.first || first_key + kTile - 1 > seen_by_all.last)
+      prob.hide(first_query + warp_row, first_key, -kInfinity, [&](int row) { return band.keys(row); });
+#pragma unroll
+    for (int j = 0; j < kTile / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(kLog2E * prob.x[j][i]);
+    wgmma_wait<0>();
+    values.release();
+#pragma unroll
+    for (int j = 0; j < kTile / 8; ++j)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ds.x[j][i] = prob.x[j][i] * fmaf(ds.x[j][i], unit_dp, -of_row[i / 2].delta);
+    uint32 big[kTile / 16][4], small[kTile / 16][4];
+    float down[2];
+    split_gradient(ds, big, small, down);
+    Accumulator<dq.kCols> part;
+    turns.wait();
+    keys.issue_sum(part, big, small, 0);
+    turns.pass_on();
+    wgmma_wait<0>();
+    keys.release();
+    add(dq, part, 0, down);
+  }
+  turns.close();
+
+  const float unit_k = power_of_two(-exponent_of(scales.largest[kK])), exact_scale = p.exact_scale;
+  dq.scale_rows(unit_k, unit_k), dq.scale_rows(exact_scale, exact_scale);
+  store_direct<float, kSpec.access>(dq, head_of(p.dq, work.batch, work.head, s.seqlen_q, s.head_dim, 4),
+                                    first_query + warp_row, 0);
+}
+
+}  // namespace cupyflash
