@@ -260,8 +260,8 @@ struct HopperPreciseSpec {   // of Hopper's forward of float32
   int access;  // of the stores of out
 
   __device__ constexpr int threads() const { return 128 * (groups + 1); }
-  __device__ constexpr int registers() const { return groups == 2 ? 232 : 160; }
-  __device__ constexpr int copying_registers() const { return groups == 2 ? 40 : 32; }
+  __device__ constexpr int registers() const { return groups == 2 ? 240 : 160; }
+  __device__ constexpr int copying_registers() const { return groups == 2 ? 24 : 32; }
 };
 
 // Hopper: whether a block starts with the registers that its roles share later. Else the last to take its part waits

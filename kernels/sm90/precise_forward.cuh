@@ -43,13 +43,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 
   const Sizes& s = p.sizes;
   const Band band(s);
-  Works<> works(p.order, s, p.segments, blockIdx.x, gridDim.x);
 
   if (warpgroup == kGroups) {
     give_registers<kSpec.copying_registers()>();
     if (!loads) return;
     prefetch_map(p.q_map), prefetch_map(p.k_map), prefetch_map(p.v_map);
-    for (; works.left(); works.next()) {
+    for (Works<> works(p.order, s, p.segments, blockIdx.x, gridDim.x); works.left(); works.next()) {
       const Work& work = works.work;
       const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
       const int head_k = work.head / s.group;
@@ -113,7 +112,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     wgmma_commit();
   };
 #pragma unroll 1
-  while (works.left()) {
+  for (Works<> works(p.order, s, p.segments, blockIdx.x, gridDim.x); works.left(); works.next()) {
     const Work& work = works.work;
     const int first_query = work.tile * kBlockQ + 64 * group;  // of the group
     const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
@@ -179,7 +178,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     out.scale_rows(unit_v, unit_v);  // by itself: the product of both may be no normal number
     store_direct<float, kSpec.access>(out, head_of(p.out, work.batch, work.head, s.seqlen_q, s.head_dim_v, 4),
                                       first_query + warp_row, 0);
-    works.next();
   }
   turns.close();
 }
