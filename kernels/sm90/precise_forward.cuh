@@ -146,9 +146,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         for (int i = 0; i < 4; ++i) scores[0].x[j][i] = A::scaled(scores[0].x[j][i], scale);
       if (first_key < seen_by_all.first || last_key > seen_by_all.last)
         scores[0].hide(first_query + warp_row, first_key, -kInfinity, [&](int row) { return band.keys(row); });
-      softmax.weigh(scores, [&](const float (&factor)[1][2]) { out.scale_rows(factor[0][0], factor[0][1]); });
       Weights big, small;
-      split_operand(scores[0], power_of_two(kWeightExponent), big, small);
+      softmax.weigh(
+          scores, [&](const float (&factor)[1][2]) { out.scale_rows(factor[0][0], factor[0][1]); },
+          [&](int step) { split_operand(scores[0], step, power_of_two(kWeightExponent), big[step], small[step]); });
       v_ring.wait();
       turns.wait();
       Accumulator<kDimV> of_tile;
