@@ -37,17 +37,15 @@ __device__ __forceinline__ void split(float low, float high, uint32& big, uint32
 // Weights are at most e^5 (PreciseSoftmax::kSlack), so that 2^8 of them are a float16.
 constexpr int kWeightExponent = 8;
 
-// factor * acc as two A operands.
+// Columns 16 * step ... 16 * step + 15 of factor * acc as two A operands.
 template <int kCols>
-__device__ __forceinline__ void split_operand(const Accumulator<kCols>& acc, float factor, uint32 (&big)[kCols / 16][4],
-                                              uint32 (&small)[kCols / 16][4]) {
+__device__ __forceinline__ void split_operand(const Accumulator<kCols>& acc, int step, float factor, uint32 (&big)[4],
+                                              uint32 (&small)[4]) {
 #pragma unroll
-  for (int step = 0; step < kCols / 16; ++step)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* const pair = acc.x[2 * step + i / 2] + 2 * (i % 2);
-      split(factor * pair[0], factor * pair[1], big[step][i], small[step][i]);
-    }
+  for (int i = 0; i < 4; ++i) {
+    const float* const pair = acc.x[2 * step + i / 2] + 2 * (i % 2);
+    split(factor * pair[0], factor * pair[1], big[i], small[i]);
+  }
 }
 
 }  // namespace cupyflash

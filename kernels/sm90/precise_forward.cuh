@@ -43,13 +43,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 
   const Sizes& s = p.sizes;
   const Band band(s);
-  Works<> works(p.order, s, p.segments, blockIdx.x, gridDim.x);
 
   if (warpgroup == kGroups) {
     give_registers<kSpec.copying_registers()>();
     if (!loads) return;
     prefetch_map(p.q_map), prefetch_map(p.k_map), prefetch_map(p.v_map);
-    for (; works.left(); works.next()) {
+    for (Works<> works(p.order, s, p.segments, blockIdx.x, gridDim.x); works.left(); works.next()) {
       const Work& work = works.work;
       const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
       const int head_k = work.head / s.group;
@@ -82,28 +81,28 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 
   using A = Arithmetic<float32, 3>;
   using Softmax = PreciseSoftmax<A, 1>;
-  Accumulator<kDimV> out, of_tile;
-  Accumulator<kBlockK> scores[1];
-  uint32 big[kBlockK / 16][4], small[kBlockK / 16][4];  // the weights
+  using Scores = Accumulator<kBlockK>;
+  using Weights = uint32[kBlockK / 16][4];
+  Accumulator<kDimV> out;
   Softmax softmax;
 
-  const auto issue_scores = [&] {  // q k^T
+  const auto issue_scores = [&](Scores& scores) {  // q k^T
     const RowOperand<64> q(same_in_warp(q_base + group * kQBytes));
     const RowOperand<kBlockK> k(k_base + k_ring.slot() * kKBytes);
     constexpr int kSmall = kCols / 16;
     const auto product = [&](int of_q, int of_k, int accumulate) {
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step)
-        Wgmma<float16, kBlockK>::dot_rows(scores[0].x, q[of_q + step], k[of_k + step], accumulate | step);
+        Wgmma<float16, kBlockK>::dot_rows(scores.x, q[of_q + step], k[of_k + step], accumulate | step);
     };
     wgmma_fence();
     product(kSmall, 0, 0), product(0, kSmall, 1), product(0, 0, 1);
     wgmma_commit();
   };
-  const auto issue_out = [&] {  // weights v
+  const auto issue_out = [&](Accumulator<kDimV>& of_tile, const Weights& big, const Weights& small) {  // weights v
     const uint32 tile = v_base + v_ring.slot() * kVBytes;
     const ColumnOperand<kBlockK> v_big(tile), v_small(tile + kVBytes / 2);
-    const auto product = [&](const uint32(&weights)[kBlockK / 16][4], const ColumnOperand<kBlockK>& v, int accumulate) {
+    const auto product = [&](const Weights& weights, const ColumnOperand<kBlockK>& v, int accumulate) {
 #pragma unroll
       for (int step = 0; step < kBlockK / 16; ++step)
         Wgmma<float16, kDimV>::times(of_tile.x, weights[step], v[step], accumulate | step);
@@ -113,28 +112,30 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     wgmma_commit();
   };
 #pragma unroll 1
-  while (works.left()) {
-    const Work work = works.work;
+  for (Works<> works(p.order, s, p.segments, blockIdx.x, gridDim.x); works.left(); works.next()) {
+    const Work& work = works.work;
     const int first_query = work.tile * kBlockQ + 64 * group;  // of the group
-    const bool exists = first_query < s.seqlen_q;
-    const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, s.seqlen_q) - 1});
     const Range tiles = tiles_of(band, work.tile * kBlockQ, kBlockQ, kBlockK);
-    const Range own = exists ? tiles_of(band, first_query, 64, kBlockK) : Range{0, -1};
     softmax = Softmax();
     out.clear();
     if (tiles.last >= tiles.first) q_ring.wait(group);
 #pragma unroll 1
     for (int tile = tiles.last; tile >= tiles.first; --tile) {
-      if (tile < own.first || tile > own.last) {  // of other groups; skipped in turn
+      const int first_key = tile * kBlockK, last_key = first_key + kBlockK - 1;
+      const int row = opaque(first_query);  // what follows takes few instructions, and no registers for the whole loop
+      const Range rows = {row, min(row + 64, s.seqlen_q) - 1};
+      const Range seen = keys_of_any(band, rows), seen_by_all = keys_of_all(band, rows);
+      if (rows.last < row || last_key < seen.first || first_key > seen.last) {  // of other groups; skipped in turn
         if (tile == tiles.first) q_ring.release(group);
         k_ring.wait(), turns.wait(), turns.pass_on(), k_ring.release(), k_ring.advance();
         v_ring.wait(), turns.wait(), turns.pass_on(), v_ring.release(), v_ring.advance();
         continue;
       }
-      const int first_key = tile * kBlockK;
       k_ring.wait();
       turns.wait();
-      issue_scores();
+      Scores scores[1];
+      scores[0].clear();
+      issue_scores(scores[0]);
       turns.pass_on();
       wgmma_wait<0>();
       if (tile == tiles.first) q_ring.release(group);
@@ -143,13 +144,17 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       for (int j = 0; j < kBlockK / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[0].x[j][i] = A::scaled(scores[0].x[j][i], scale);
-      if (first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last)
+      if (first_key < seen_by_all.first || last_key > seen_by_all.last)
         scores[0].hide(first_query + warp_row, first_key, -kInfinity, [&](int row) { return band.keys(row); });
-      softmax.weigh(scores, [&](const float (&factor)[1][2]) { out.scale_rows(factor[0][0], factor[0][1]); });
-      split_operand(scores[0], power_of_two(kWeightExponent), big, small);
+      Weights big, small;
+      softmax.weigh(
+          scores, [&](const float (&factor)[1][2]) { out.scale_rows(factor[0][0], factor[0][1]); },
+          [&](int step) { split_operand(scores[0], step, power_of_two(kWeightExponent), big[step], small[step]); });
       v_ring.wait();
       turns.wait();
-      issue_out();
+      Accumulator<kDimV> of_tile;
+      of_tile.clear();
+      issue_out(of_tile, big, small);
       turns.pass_on();
       wgmma_wait<0>();
       v_ring.release(), v_ring.advance();
@@ -159,7 +164,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         for (int i = 0; i < 4; ++i) out.x[j][i] += of_tile.x[j][i];
     }
     if (tiles.last >= tiles.first) q_ring.advance(kGroups);
-    works.next();
 
     float inverse[2];
 #pragma unroll
