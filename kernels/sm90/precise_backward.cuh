@@ -118,7 +118,8 @@ __device__ __forceinline__ void split_gradient(Accumulator<kTile>& ds, uint32 (&
     up[half] = power_of_two(exponent), down[half] = power_of_two(-exponent);
   }
   ds.scale_rows(up[0], up[1]);
-  split_operand(ds, 1.f, big, small);
+#pragma unroll
+  for (int step = 0; step < kTile / 16; ++step) split_operand(ds, step, 1.f, big[step], small[step]);
 }
 
 // sum += factor of the row * part, from the column `col` on
@@ -218,7 +219,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     for (int j = 0; j < kTile / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(kLog2E * prob.x[j][i]);
-    split_operand(prob, power_of_two(kProbExponent), big, small);
+#pragma unroll
+    for (int step = 0; step < kTile / 16; ++step)
+      split_operand(prob, step, power_of_two(kProbExponent), big[step], small[step]);
 
     douts.ring.wait();
     constexpr int kPart = 64;  // columns of dk and dv that are summed at a time: registers
