@@ -61,7 +61,7 @@ struct PreciseSoftmax {
       if (j % 2) use(j / 2);
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) sum[0][half] += of_tile[half];
+    for (int half = 0; half < 2; ++half) sum[0][half] += __shfl_xor_sync(kFullWarp, of_tile[half], 1);
   }
 
   // 1 / sum and the log-sum-exp of the row, with `sink` among its logits; 0 and sink where no key was seen.
