@@ -82,18 +82,16 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   using A = Arithmetic<float32, 3>;
   using Softmax = PreciseSoftmax<A, 1>;
   using Scores = Accumulator<kBlockK>;
-  constexpr int kParts = kDimV == 128 ? 2 : 1;
-  using OutPart = Accumulator<kDimV / kParts>;
+  using Out = Accumulator<kDimV>;
   using Weights = uint32[kBlockK / 16][4];
-  Accumulator<kDimV> out;
+  Out out;
   Softmax softmax;
 
   const auto issue_scores = [&](Scores& scores) {  // q k^T
+    const RowOperand<64> q(same_in_warp(q_base + group * kQBytes));
+    const RowOperand<kBlockK> k(k_base + k_ring.slot() * kKBytes);
     constexpr int kSmall = kCols / 16;
     const auto product = [&](int of_q, int of_k, int accumulate) {
-      // Opaque: or descriptors that two products have in common overflow the uniform registers.
-      const RowOperand<64> q(opaque(q_base + group * kQBytes));
-      const RowOperand<kBlockK> k(opaque(k_base + k_ring.slot() * kKBytes));
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step)
         Wgmma<float16, kBlockK>::dot_rows(scores.x, q[of_q + step], k[of_k + step], accumulate | step);
@@ -102,13 +100,13 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     product(kSmall, 0, 0), product(0, kSmall, 1), product(0, 0, 1);
     wgmma_commit();
   };
-  const auto issue_out = [&](OutPart& of_tile, int part, const Weights& big, const Weights& small) {  // weights v
-    const uint32 tile = v_base + v_ring.slot() * kVBytes + part * kBlockK * kRowBytes;
+  const auto issue_out = [&](Out& of_tile, const Weights& big, const Weights& small) {  // weights v
+    const uint32 tile = v_base + v_ring.slot() * kVBytes;
     const ColumnOperand<kBlockK> v_big(tile), v_small(tile + kVBytes / 2);
     const auto product = [&](const Weights& weights, const ColumnOperand<kBlockK>& v, int accumulate) {
 #pragma unroll
       for (int step = 0; step < kBlockK / 16; ++step)
-        Wgmma<float16, OutPart::kCols>::times(of_tile.x, weights[step], v[step], accumulate | step);
+        Wgmma<float16, kDimV>::times(of_tile.x, weights[step], v[step], accumulate | step);
     };
     wgmma_fence();
     product(small, v_big, 0), product(big, v_small, 1), product(big, v_big, 1);
@@ -155,20 +153,16 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
           [&](int step) { split_operand(scores[0], step, power_of_two(kWeightExponent), big[step], small[step]); });
       v_ring.wait();
       turns.wait();
-      OutPart of_tile[kParts];
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) of_tile[part].clear(), issue_out(of_tile[part], part, big, small);
+      Out of_tile;
+      of_tile.clear();
+      issue_out(of_tile, big, small);
       turns.pass_on();
-      const auto add = [&](int part) {
-#pragma unroll
-        for (int j = 0; j < OutPart::kCols / 8; ++j)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) out.x[part * OutPart::kCols / 8 + j][i] += of_tile[part].x[j][i];
-      };
-      if constexpr (kParts > 1) wgmma_wait<1>(), add(0);
       wgmma_wait<0>();
       v_ring.release(), v_ring.advance();
-      add(kParts - 1);
+#pragma unroll
+      for (int j = 0; j < kDimV / 8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) out.x[j][i] += of_tile.x[j][i];
     }
     if (tiles.last >= tiles.first) q_ring.advance(kGroups);
 
