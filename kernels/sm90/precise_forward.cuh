@@ -147,10 +147,15 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         for (int i = 0; i < 4; ++i) scores[0].x[j][i] = A::scaled(scores[0].x[j][i], scale);
       if (first_key < seen_by_all.first || last_key > seen_by_all.last)
         scores[0].hide(first_query + warp_row, first_key, -kInfinity, [&](int row) { return band.keys(row); });
+      softmax.weigh(scores, [&](const float (&factor)[1][2]) { out.scale_rows(factor[0][0], factor[0][1]); });
+      // The sums of a neighbour, which are of the same rows, so that they are there: added up later they would keep all
+      // weights.
+#pragma unroll
+      for (float& sum : softmax.sum[0]) sum = __shfl_xor_sync(kFullWarp, sum, 1);
       Weights big, small;
-      softmax.weigh(
-          scores, [&](const float (&factor)[1][2]) { out.scale_rows(factor[0][0], factor[0][1]); },
-          [&](int step) { split_operand(scores[0], step, power_of_two(kWeightExponent), big[step], small[step]); });
+#pragma unroll
+      for (int step = 0; step < kBlockK / 16; ++step)
+        split_operand(scores[0], step, power_of_two(kWeightExponent), big[step], small[step]);
       v_ring.wait();
       turns.wait();
       Out of_tile;
