@@ -42,28 +42,6 @@ struct PreciseSoftmax {
       }
   }
 
-  // The same of one row tile; `use(step)` gets 16 columns as soon as they are weighed.
-  template <int kCols, class Rescale, class Use>
-  __device__ __forceinline__ void weigh(Accumulator<kCols, Real> (&scores)[kRowTiles], Rescale rescale, Use use) {
-    static_assert(kRowTiles == 1);
-    raise(scores, rescale);
-    Real origin[2], of_tile[2] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) origin[half] = top[0][half] == -kInfinity ? Real(0) : top[0][half];
-#pragma unroll
-    for (int j = 0; j < kCols / 8; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        Real& x = scores[0].x[j][i];
-        x = A::exp(x - origin[i / 2]);
-        of_tile[i / 2] += x;
-      }
-      if (j % 2) use(j / 2);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) sum[0][half] += of_tile[half];
-  }
-
   // 1 / sum and the log-sum-exp of the row, with `sink` among its logits; 0 and sink where no key was seen.
   __device__ __forceinline__ void finish(int t, int half, Real sink, Real& inverse, Real& lse) const {
     Real total = sum[t][half];

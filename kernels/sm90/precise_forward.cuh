@@ -82,8 +82,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   using A = Arithmetic<float32, 3>;
   using Softmax = PreciseSoftmax<A, 1>;
   using Scores = Accumulator<kBlockK>;
+  using Out = Accumulator<kDimV>;
   using Weights = uint32[kBlockK / 16][4];
-  Accumulator<kDimV> out;
+  Out out;
   Softmax softmax;
 
   const auto issue_scores = [&](Scores& scores) {  // q k^T
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     product(kSmall, 0, 0), product(0, kSmall, 1), product(0, 0, 1);
     wgmma_commit();
   };
-  const auto issue_out = [&](Accumulator<kDimV>& of_tile, const Weights& big, const Weights& small) {  // weights v
+  const auto issue_out = [&](Out& of_tile, const Weights& big, const Weights& small) {  // weights v
     const uint32 tile = v_base + v_ring.slot() * kVBytes;
     const ColumnOperand<kBlockK> v_big(tile), v_small(tile + kVBytes / 2);
     const auto product = [&](const Weights& weights, const ColumnOperand<kBlockK>& v, int accumulate) {
@@ -146,13 +147,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         for (int i = 0; i < 4; ++i) scores[0].x[j][i] = A::scaled(scores[0].x[j][i], scale);
       if (first_key < seen_by_all.first || last_key > seen_by_all.last)
         scores[0].hide(first_query + warp_row, first_key, -kInfinity, [&](int row) { return band.keys(row); });
+      softmax.weigh(scores, [&](const float (&factor)[1][2]) { out.scale_rows(factor[0][0], factor[0][1]); });
+      // The sums of a neighbour, which are of the same rows, so that they are there: added up later they would keep all
+      // weights.
+#pragma unroll
+      for (float& sum : softmax.sum[0]) sum = __shfl_xor_sync(kFullWarp, sum, 1);
       Weights big, small;
-      softmax.weigh(
-          scores, [&](const float (&factor)[1][2]) { out.scale_rows(factor[0][0], factor[0][1]); },
-          [&](int step) { split_operand(scores[0], step, power_of_two(kWeightExponent), big[step], small[step]); });
+#pragma unroll
+      for (int step = 0; step < kBlockK / 16; ++step)
+        split_operand(scores[0], step, power_of_two(kWeightExponent), big[step], small[step]);
       v_ring.wait();
       turns.wait();
-      Accumulator<kDimV> of_tile;
+      Out of_tile;
       of_tile.clear();
       issue_out(of_tile, big, small);
       turns.pass_on();
