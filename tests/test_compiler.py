@@ -29,6 +29,7 @@ TOP_HEADERS = (
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
     "sm90/bias_gradient.cuh",
     *("precise/forward.cuh", "precise/backward.cuh", "precise/split.cuh", "sm90/precise_forward.cuh"),
+    "sm90/precise_backward.cuh",
     "sm80/mod_gradient.cuh",
 )
 LIMIT = 232448
@@ -362,7 +363,7 @@ SPECS = (
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
     *(spec.BiasGradientSpec, spec.HopperBiasGradientSpec, spec.BiasSumSpec),
     *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
-    *(spec.SplitSpec, spec.HopperPreciseSpec),
+    *(spec.SplitSpec, spec.HopperPreciseSpec, spec.HopperPreciseKeysSpec, spec.HopperPreciseQueriesSpec),
     spec.ModGradientSpec,
 )
 
@@ -478,6 +479,11 @@ def group_products(variant):
         return (width + 2 * keys) // 16, 2 * (s.block_q // 16)
     if variant.template == "hopper_bias_gradient":
         return (s.head_dim + s.head_dim_v) // 16, 0
+    if variant.template in ("hopper_precise_keys", "hopper_precise_queries"):  # three products of halves each
+        scores, parts = 3 * (s.head_dim + s.head_dim_v) // 16, 1  # dq in one part, dk and dv in parts of 64 columns
+        if variant.template == "hopper_precise_keys":
+            parts = sum(-(-n // 64) for n in (s.head_dim, s.head_dim_v))
+        return scores, 3 * parts * 64 // 16
     if variant.template == "hopper_queries":
         return 2 * (s.head_dim + s.head_dim_v) // 16, 2 * (64 // 16)
     if variant.template == "hopper_keys":
@@ -635,6 +641,19 @@ def test_precise_kernels_fit(arch, dtype, precision, head_dims):
         assert registers <= 65536, f"{about} does not fit the register file"
         found, opcode = instructions(report.cubin)[0], DMMA if dtype == "float64" else HMMA
         assert found[opcode] == precise_products(variant, int(arch[3:])), f"{about} multiplies elsewhere"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (33, 128), (96, 32)])
+def test_gradients_of_halves_fit(head_dim, head_dim_v):
+    problem = Problem("float32", 1, 300, 300, 1, 1, head_dim, head_dim_v, 1.0)
+    variants = [variant for access in (16, 4) for variant in precise.hopper_backward(problem, access)]
+    for report in assert_fits(variants, "sm_90"):
+        found, about = instructions(report.cubin)[0], report.variant.expression
+        assert report.registers == registers_to_share(report.variant), f"{about} has fewer than its roles take"
+        assert tuple(found[opcode] for opcode in HGMMA) == group_products(report.variant), (
+            f"{about} multiplies elsewhere"
+        )
 
 
 @needs_nvrtc

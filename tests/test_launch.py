@@ -369,6 +369,8 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
         main = ("hopper_keys", "hopper_queries") if choose.split(problem, deterministic) else ("hopper_backward",)
     if shape.dtype in precise.ITEM:
         main = ("precise_keys", "precise_queries")
+        if by_halves(gpu, problem):
+            main = ("hopper_precise_keys", "hopper_precise_queries", *main)
     blocks = keywords.get("block_mask")
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, blocks, deterministic)
     check(gpu, call)
@@ -498,6 +500,8 @@ ALIGNED = {  # arrays that a kernel reads or writes `access` bytes at once
     "bias_gradient": ("q", "k", "v", "dout"),
     "precise_forward": ("q", "k", "v", "out"),
     "hopper_precise_forward": ("out",),
+    "hopper_precise_keys": ("dk", "dv"),
+    "hopper_precise_queries": ("dq",),
     "find_largest": ("q", "k", "v"),
     "split_rows": ("q", "k", "v"),
     "precise_keys": ("q", "k", "v", "dout", "dk", "dv"),
@@ -529,8 +533,12 @@ def check_blocks(call, one):
         "sink_gradient": lambda: problem.heads_q,
         "precise_forward": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
         "precise_delta": lambda: tiles(pairs_q * problem.seqlen_q, spec.warps),
-        "precise_keys": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
-        "precise_queries": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
+        **dict.fromkeys(
+            ("precise_keys", "hopper_precise_keys"), lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k)
+        ),
+        **dict.fromkeys(
+            ("precise_queries", "hopper_precise_queries"), lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q)
+        ),
         "mod_gradient": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
     }
     if template in exact:
