@@ -789,7 +789,7 @@ def check_maps(call, one):
 
 def check_halves(gpu, call, one):
     """Room for two float16 of each padded number, maps of it, and a flag among scales that begin with 0."""
-    problem, spec, params, halves = call.problem, one.spec, one.params, one.params["halves"]
+    spec, params, halves = one.spec, one.params, one.params["halves"]
     names = ("q", "k", "v", "dout") if "dq" in call.arrays else ("q", "k", "v")
     scales = gpu.allocated(halves["scales"])
     assert scales.dtype == np.uint32 and not scales.any() and scales.nbytes == structs.SCALES.itemsize
@@ -802,6 +802,7 @@ def check_halves(gpu, call, one):
         batch, seqlen, heads, head_dim = call.arrays[name].shape
         width = 2 * (64 if head_dim <= 64 else 128)
         assert halves[name] == start and start % 16 == 0, name
+        assert head_dim <= (spec.head_dim if name in "qk" else spec.head_dim_v) <= width // 2
         kind, strides = tensor_map.ELEMENT_TYPES["float16"], [2 * width * n for n in (1, heads, seqlen * heads)]
         expected = [kind, width, heads, seqlen, batch, *strides, 64, 1, rows[name], 1, start]
         words = params[f"{name}_map"]
@@ -813,7 +814,6 @@ def check_halves(gpu, call, one):
     assert start == halves["q"] + room.nbytes and room.dtype == np.float16
     if "dq" not in call.arrays:
         assert halves["dout"] == 0
-    assert spec.head_dim <= width and spec.head_dim_v <= width  # of the widest
 
 
 def check_workspace(gpu, call, packed):
@@ -858,6 +858,15 @@ SHAPES += [
     Shape(128, 128, 1, 200, 600, 2, 2, "float16"),  # not split
     Shape(16, 16, 2, 500, 600, 28, 14),  # more tiles than multiprocessors, which are not whole heads
     Shape(64, 64, 1, 1, 1, 1, 1),
+]
+
+
+LONG_SHAPES = [  # that Hopper splits in float32, or just not
+    Shape(d, dv, batch, seqlen_q, seqlen_k, 4, 2)
+    for d, dv, batch, seqlen_q, seqlen_k in (
+        *((64, 64, 2, 256, 300), (128, 128, 1, 300, 256), (96, 40, 2, 400, 300), (40, 72, 1, 1000, 2000)),
+        *((64, 64, 2, 255, 300), (128, 128, 2, 300, 255), (129, 64, 1, 300, 300), (64, 129, 1, 300, 300)),
+    )
 ]
 
 
@@ -947,7 +956,7 @@ def test_bias_and_mask(gpu, shape, layout, bias, mask):
 @pytest.mark.parametrize("gpu", ["8.6", "9.0"], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"scale": -0.3, "window": (20, 30)}], ids=["none", "window"])
 @pytest.mark.parametrize("dtype", precise.ITEM)
-@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES + LONG_SHAPES, ids=name_of)
 def test_wide_dtypes(gpu, shape, dtype, options):
     shape = replace(shape, dtype=dtype)
     precisions = [{}] if dtype == "float64" else [{}, {"precision": "tf32"}]
@@ -1080,14 +1089,18 @@ def test_functions_of_the_user(gpu, shape, reads, options):
 
 @pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("shape", [Shape(), Shape(256, 256)], ids=name_of)
-def test_a_driver_that_refuses(gpu, shape, late):
+@pytest.mark.parametrize(
+    "shape, options",
+    [(Shape(), {"sink": True}), (Shape(256, 256), {"sink": True}), (replace(LONG_SHAPES[0], dtype="float32"), {})],
+    ids=str,
+)
+def test_a_driver_that_refuses(gpu, shape, options, late):
     """All maps or, late, those of these arrays: the portable kernels take the call."""
     if late:
         tensor_map.address_word()
     gpu.refuses = True
-    forward(gpu, shape, OPTIONS["sink"])
-    backward(gpu, shape, OPTIONS["sink"])
+    forward(gpu, shape, options)
+    backward(gpu, shape, options)
 
 
 @both_paths
@@ -1118,6 +1131,17 @@ def test_a_graph_keeps_what_it_needs(gpu, capturing):
     scattered = array((2, 70, 64, 4), tools.DTYPES["bfloat16"]).swapaxes(2, 3)
     cupyflash.attention(scattered, *[array(scattered.shape, scattered.dtype) for _ in "kv"])
     assert len(gpu.temporaries) == 5 and gpu.launched[-1].params["sizes"]["head_dim"] == 64
+    assert {x.ctypes.data for x in launch._kept_for_graphs} == (
+        {x.ctypes.data for x in gpu.temporaries} if capturing else set()
+    )
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_graph_keeps_halves(gpu, capturing):
+    gpu.capturing = capturing
+    forward(gpu, replace(LONG_SHAPES[0], dtype="float32"), {}, lse=False)
+    assert len(gpu.temporaries) == 2
     assert {x.ctypes.data for x in launch._kept_for_graphs} == (
         {x.ctypes.data for x in gpu.temporaries} if capturing else set()
     )
