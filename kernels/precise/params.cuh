@@ -49,4 +49,16 @@ __device__ __forceinline__ Real* rows_of(const RowArray& array, int batch, int h
   return reinterpret_cast<Real*>(array.data) + (batch * array.batch + head * array.head);
 }
 
+// What the backward needs of a query. The lse of one that does not exist, or that sees no key, is inf: its P is 0.
+template <class Real>
+struct Statistic {
+  Real lse, delta;
+
+  __device__ __forceinline__ static Statistic of(const BackwardParams& p, int batch, int head, int row) {
+    if (row >= p.sizes.seqlen_q) return {kInfinity, 0};
+    const Real lse = rows_of<Real>(p.lse, batch, head)[row * p.lse.row];
+    return {lse == -kInfinity ? Real(kInfinity) : lse, rows_of<Real>(p.delta, batch, head)[row * p.delta.row]};
+  }
+};
+
 }  // namespace cupyflash

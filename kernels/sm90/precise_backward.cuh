@@ -5,15 +5,14 @@
 //             dP^T = v dout^T    dS^T = P^T (dP^T - delta)        dk += dS^T q
 //   queries   S = q k^T          P = exp(scale S - lse)
 //             dP = dout v^T      dS = P (dP - delta)              dq += dS k
-// Each product is three of halves, as in sm90/precise_forward.cuh, and a sum of its own, added outside. The warpgroups
-// take turns at the tensor cores, one product at a time: what one computes in between takes less than the others'
-// turns.
+// Each product is three of halves, as in sm90/precise_forward.cuh, and a sum of its own, which is added outside. The
+// warpgroups take turns, one product at a time: what each computes in between takes less time than the turns of others.
 #pragma once
 
 #include "core/epilogue.cuh"
 #include "core/spec.cuh"
 #include "core/work.cuh"
-#include "precise/backward.cuh"
+#include "precise/arithmetic.cuh"
 #include "precise/halves.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90/precise_params.cuh"
@@ -64,8 +63,8 @@ struct Side {
     ring.advance();
   }
 
-  // A warpgroup that computes. scores = its rows * tile^T. Of rows and columns the small halves of the queries' side
-  // come first, as in the forward: all passes make the same scores.
+  // A warpgroup that computes: scores = its rows * tile^T. The first product is that of the small halves of q or dout,
+  // wherever these are: all passes make the same scores.
   template <bool kKeysStay>
   __device__ __forceinline__ void issue_scores(Accumulator<kTile>& scores, int group) const {
     const RowOperand<kTile> left(base + group * kTileBytes), right(tile());
@@ -100,6 +99,21 @@ struct Side {
     ring.advance();
   }
 };
+
+// scores -> P, rounded as in the forward; `hide` hides what the mask leaves out.
+template <class Lse, class Hide>
+__device__ __forceinline__ void weigh(Accumulator<kTile>& scores, float scale, Lse lse, Hide hide) {
+  using A = Arithmetic<float32, 3>;
+#pragma unroll
+  for (int j = 0; j < kTile / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores.x[j][i] = A::scaled(scores.x[j][i], scale) - lse(j, i);
+  hide();
+#pragma unroll
+  for (int j = 0; j < kTile / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores.x[j][i] = A::exp(scores.x[j][i]);
+}
 
 // Splits dS, each row times the power of two that takes its largest number to 2^14 ... 2^15: whatever dout and dlse
 // are, it keeps its bits. `down` takes the sums back.
@@ -145,7 +159,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[Queries::kBarriers + Douts::kBarriers];
-  // Of the tiles of q in flight, and of dout: lse, and delta in units of 2^14, for P comes in those of 2^-14.
+  // Of the tiles of q in flight lse, and of those of dout delta, times 2^-14: P comes times 2^14.
   __shared__ __align__(8) float lses[kSpec.slots][kTile], deltas[kSpec.slots_dout][kTile];
   Queries queries(first_tile(shared), barriers);
   Douts douts(queries.base + Queries::kBytes, barriers + Queries::kBarriers);
@@ -205,20 +219,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     queries.template issue_scores<true>(prob, group);
     turns.pass_on();
     wgmma_wait<0>();
-    const float* const lse = lses[queries.ring.slot()] + prob.col();
-#pragma unroll
-    for (int j = 0; j < kTile / 8; ++j) {
-      const float2 of_query = *reinterpret_cast<const float2*>(lse + 8 * j);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) prob.x[j][i] = __fmul_rn(prob.x[j][i], scale) - (i % 2 ? of_query.y : of_query.x);
-    }
-    const int first_query = tile * kTile;
-    if (first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last)
-      prob.hide(first_key + warp_row, first_query, -kInfinity, [&](int key) { return band.queries(key); });
-#pragma unroll
-    for (int j = 0; j < kTile / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(kLog2E * prob.x[j][i]);
+    const auto pair_of = [&](const float (&numbers)[kTile], int j) {  // of the queries of this lane
+      return *reinterpret_cast<const float2*>(numbers + 8 * j + prob.col());
+    };
+    const auto lse = [&](int j, int i) {
+      const float2 pair = pair_of(lses[queries.ring.slot()], j);
+      return i % 2 ? pair.y : pair.x;
+    };
+    weigh(prob, scale, lse, [&] {
+      const int first_query = tile * kTile;
+      if (first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last)
+        prob.hide(first_key + warp_row, first_query, -kInfinity, [&](int key) { return band.queries(key); });
+    });
 #pragma unroll
     for (int step = 0; step < kTile / 16; ++step)
       split_operand(prob, step, power_of_two(kProbExponent), big[step], small[step]);
@@ -236,23 +248,22 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       add(dv, part, col, ones);
     }
 
-    douts.ring
-        .wait();  // again: a branch, behind which the compiler would leave the sum, in registers that are not there
+    // Again: without a branch the compiler adds the last part behind the next product, whose registers it keeps then.
+    douts.ring.wait();
     turns.wait();
     douts.template issue_scores<true>(ds, group);
     turns.pass_on();
     wgmma_wait<0>();
-    const float* const delta = deltas[douts.ring.slot()] + ds.col();
 #pragma unroll
     for (int j = 0; j < kTile / 8; ++j) {
-      const float2 of_query = *reinterpret_cast<const float2*>(delta + 8 * j);
+      const float2 delta = pair_of(deltas[douts.ring.slot()], j);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // P again, unpacked here: the compiler would keep it unpacked, or do that early, if it could.
+        // P from its halves, but not before the scores are there, as the compiler would have it: registers.
         const int step = j / 2, i = j % 2 * 2 + half;
         float &x = ds.x[j][2 * half], &y = ds.x[j][2 * half + 1];
         const float2 a = float16::unpack(big[step][i] ^ __float_as_uint(x) & zero), b = float16::unpack(small[step][i]);
-        x = (a.x + b.x) * fmaf(x, unit_dp, -of_query.x), y = (a.y + b.y) * fmaf(y, unit_dp, -of_query.y);
+        x = (a.x + b.x) * fmaf(x, unit_dp, -delta.x), y = (a.y + b.y) * fmaf(y, unit_dp, -delta.y);
       }
     }
     douts.release();
@@ -344,17 +355,12 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     values.template issue_scores<false>(ds, group);
     turns.pass_on();
     wgmma_wait<1>();  // the scores are there
-#pragma unroll
-    for (int j = 0; j < kTile / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) prob.x[j][i] = __fmul_rn(prob.x[j][i], scale) - of_row[i / 2].lse;
-    const int first_key = tile * kTile;
-    if (first_key < seen_by_all.first || first_key + kTile - 1 > seen_by_all.last)
-      prob.hide(first_query + warp_row, first_key, -kInfinity, [&](int row) { return band.keys(row); });
-#pragma unroll
-    for (int j = 0; j < kTile / 8; ++j)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) prob.x[j][i] = exp2f(kLog2E * prob.x[j][i]);
+    const auto lse = [&](int, int i) { return of_row[i / 2].lse; };
+    weigh(prob, scale, lse, [&] {
+      const int first_key = tile * kTile;
+      if (first_key < seen_by_all.first || first_key + kTile - 1 > seen_by_all.last)
+        prob.hide(first_query + warp_row, first_key, -kInfinity, [&](int row) { return band.keys(row); });
+    });
     wgmma_wait<0>();
     values.release();
 #pragma unroll
