@@ -1,11 +1,12 @@
 """float32 and float64 on the GPU: how exact they are, shapes and layouts, and what is chosen and refused."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import tools
-from tools import LAYOUTS, check, inputs, laid_out
+from tools import LAYOUTS, check, inputs, laid_out, same_bits
 
 import cupyflash
 from cupyflash import checks, choose, precise
@@ -67,6 +68,35 @@ def test_products():
         variants = precise.forward(one, 16, LIMITS[-1]), *precise.backward(one, 16, LIMITS[-1])[1:]
         assert {variant.spec.products for variant in variants} == {products}
     assert precise.forward(problem("float64", 64), 16, LIMITS[-1]).spec.products == 1
+
+
+@pytest.mark.parametrize(
+    "expected, change",
+    [
+        (True, {}),
+        (True, {"head_dim": 128, "head_dim_v": 1, "right": 0}),
+        (False, {"dtype": "float64"}),
+        (False, {"dtype": "bfloat16"}),
+        (False, {"precision": "tf32"}),
+        (False, {"head_dim": 129}),
+        (False, {"head_dim_v": 129}),
+        (False, {"seqlen_q": precise.HALVES_LENGTH - 1}),
+        (False, {"seqlen_k": precise.HALVES_LENGTH - 1}),
+    ],
+    ids=str,
+)
+def test_what_is_split(expected, change):
+    n = precise.HALVES_LENGTH
+    assert precise.by_halves(replace(Problem("float32", 1, n, n, 2, 1, 64, 64, 1.0), **change)) == expected
+
+
+def test_every_head_dim_fits_as_halves():
+    for d, dv in itertools.product(range(1, 129), repeat=2):
+        spec = precise.hopper_forward(problem("float32", d, dv), 16).spec
+        assert d <= spec.head_dim <= precise.padded(d) and spec.head_dim % 16 == 0
+        assert dv <= spec.head_dim_v <= precise.padded(dv) and spec.head_dim_v in precise.HOPPER_DIMS_V
+        assert spec.shared_bytes + 1024 <= choose.SHARED_LIMIT[90], "barriers and what the system takes"
+        assert spec.access == 8
 
 
 # --- What is refused
@@ -192,6 +222,70 @@ def test_finite_differences(precise, options):
             arrays[name] = original
             slope, expected = (losses[1] - losses[0]) / (2 * step), float((gradient * way).sum())
             assert abs(slope - expected) <= 1e-7 * max(1, abs(expected)), (name, seed)
+
+
+# --- Numbers as two float16
+
+
+def by_both(halves, monkeypatch, x, change, **options):
+    """Out and lse of Hopper's kernels of halves, and of the portable ones."""
+    q, k, v = change([*x.qkv])
+    results = []
+    for length in (1, 1 << 30):
+        monkeypatch.setattr(precise, "HALVES_LENGTH", length)
+        halves.module._plans.clear()
+        results.append(cupyflash.attention(q, k, v, return_lse=True, **options))
+    return results
+
+
+def scaled_rows(which, factor):
+    """Of q, k or v: some rows times `factor`, which may be another number."""
+
+    def change(arrays):
+        arrays[which] = arrays[which].copy()
+        arrays[which][0, 3:200:7] *= np.float32(factor)
+        return arrays
+
+    return change
+
+
+SPLIT = {
+    "normal": lambda arrays: arrays,
+    "small": lambda arrays: [x * np.float32(1e-25) for x in arrays],
+    "large": lambda arrays: [x * np.float32(n) for x, n in zip(arrays, (1e15, 1e-15, 1e30))],
+    "zeros": lambda arrays: [arrays[0], 0 * arrays[1], arrays[2]],
+    **{f"{'qkv'[i]} times {n}": scaled_rows(i, n) for i in range(3) for n in (0, 2.0**-12, 2.0**12)},
+}
+TOO_WIDE = {
+    f"{'qkv'[i]} times {n}": scaled_rows(i, n)
+    for i in range(3)
+    for n in (2.0**-24, 2.0**24, 1e-36, np.nan, np.inf, -np.inf)
+}
+
+
+@pytest.mark.parametrize("change", SPLIT.values(), ids=SPLIT)
+def test_numbers_that_split(halves, monkeypatch, change):
+    x = inputs(halves, 300, 400, heads_q=4, heads_k=2)
+    (out, _), (portable, _) = by_both(halves, monkeypatch, x, change, causal=True)
+    assert not same_bits(out, portable), "not computed as halves"
+    halves.activate(monkeypatch)
+    check(halves, *change([*x.qkv]), causal=True)
+
+
+@pytest.mark.parametrize("change", TOO_WIDE.values(), ids=TOO_WIDE)
+def test_numbers_that_do_not_split(halves, monkeypatch, change):
+    """The portable kernels run instead: nothing that two float16 lack is lost, NaN and inf stay where they belong."""
+    x = inputs(halves, 300, 400, heads_q=4, heads_k=2)
+    by_halves, portable = by_both(halves, monkeypatch, x, change)
+    assert all(map(same_bits, by_halves, portable))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30)}], ids=str)
+def test_more_tiles_than_multiprocessors(halves, options, head_dim):
+    """Blocks that go from tile to tile."""
+    x = inputs(halves, 600, 700, heads_q=32, heads_k=8, head_dim=head_dim)
+    check(halves, *x.qkv, x.dout, **options)
 
 
 # --- Shapes and layouts
