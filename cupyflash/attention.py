@@ -196,9 +196,10 @@ def attention(
     and infinity becomes NaN. ``seqlen_q + seqlen_k`` is less than 2**30.
 
     *Float32 on Hopper.* Where ``head_dim`` and ``head_dim_v`` are at most 128 and both lengths at least 256, each
-    input is split into two float16 of each number. They take as much memory as the inputs, padded to 64 or 128
-    columns, for the time of the call. Of elements below 2^-18 of the largest in their array, multiples of its
-    2^-40th part remain; where that is so of all of a row, kernels that do not split compute the call instead.
+    input, in the backward ``dout`` as well, is split into two float16 of each number. They take as much memory as
+    the inputs, padded to 64 or 128 columns, for the time of the call. Of elements below 2^-18 of the largest in
+    their array, multiples of its 2^-40th part remain; where that is so of all of a row, kernels that do not split
+    compute the call instead.
 
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
     (and such an ``out`` written through a copy), and so is ``q`` of 16 bits where ``scale`` is negative;

@@ -22,6 +22,9 @@ half as many. What splits reads q, k and v twice and writes as much: 0.3 ms for 
 =================  =================================================================================================
 forward            at most 215 TFLOP/s; expected: 120 to 170 at d = 64, 150 to 190 at d = 128. A warpgroup has 1536
                    cycles for the softmax of 128 keys, at d = 64 because three take turns; its instructions are 800
+backward           at most 155; expected: 95 to 115 at d = 64, 100 to 125 at d = 128. A tile of 64 x 64 scores takes 96
+                   products of 32 cycles for dk and dv at d = 128, 72 for dq, beside 700 and 450 instructions of a warp;
+                   at d = 64 half as many products, and 650 and 400 instructions, but three that take turns
 =================  =================================================================================================
 
 Where a row is so small beside the largest number of its array that small has no digits left for it, or a number is not
@@ -103,7 +106,7 @@ QUERIES = {
 
 # head_dim up to: (block_k, groups, slots) of Hopper's forward of halves.
 HOPPER_FORWARD = {64: (128, 3, 2), 128: (128, 2, 1)}
-# (groups, slots of q or k, slots of dout or v) of the two kernels of its backward.
+# The same: (groups, slots of q or k, slots of dout or v) of both kernels of its backward. At 128, 224 KiB.
 HOPPER_BACKWARD = {64: (3, 3, 3), 128: (2, 2, 1)}
 HOPPER_DIMS_V = (64, 96, 128)  # widths of a product
 HALVES_LENGTH = 256  # queries and keys from which on splitting is worth its time

@@ -97,6 +97,11 @@ def test_every_head_dim_fits_as_halves():
         assert dv <= spec.head_dim_v <= precise.padded(dv) and spec.head_dim_v in precise.HOPPER_DIMS_V
         assert spec.shared_bytes + 1024 <= choose.SHARED_LIMIT[90], "barriers and what the system takes"
         assert spec.access == 8
+        for spec in (variant.spec for variant in precise.hopper_backward(problem("float32", d, dv), 16)):
+            for used, width in ((spec.head_dim, d), (spec.head_dim_v, dv)):
+                assert width <= used <= precise.padded(width) and used % 16 == 0
+            assert spec.shared_bytes + 2048 <= choose.SHARED_LIMIT[90], "barriers, lse and delta too"
+            assert spec.access == 8
 
 
 # --- What is refused
@@ -227,19 +232,18 @@ def test_finite_differences(precise, options):
 # --- Numbers as two float16
 
 
-def by_both(halves, monkeypatch, x, change, **options):
-    """Out and lse of Hopper's kernels of halves, and of the portable ones."""
-    q, k, v = change([*x.qkv])
+def by_both(halves, monkeypatch, call):
+    """What `call` gives by Hopper's kernels of halves, and by the portable ones."""
     results = []
     for length in (1, 1 << 30):
         monkeypatch.setattr(precise, "HALVES_LENGTH", length)
         halves.module._plans.clear()
-        results.append(cupyflash.attention(q, k, v, return_lse=True, **options))
+        results.append(call())
     return results
 
 
 def scaled_rows(which, factor):
-    """Of q, k or v: some rows times `factor`, which may be another number."""
+    """Of q, k, v or dout: some rows times `factor`, which may be another number."""
 
     def change(arrays):
         arrays[which] = arrays[which].copy()
@@ -249,35 +253,54 @@ def scaled_rows(which, factor):
     return change
 
 
+def times(*factors):
+    return lambda arrays: [x * np.float32(factor) for x, factor in zip(arrays, factors)]
+
+
+NAMES = ("q", "k", "v", "dout")
 SPLIT = {
-    "normal": lambda arrays: arrays,
-    "small": lambda arrays: [x * np.float32(1e-25) for x in arrays],
-    "large": lambda arrays: [x * np.float32(n) for x, n in zip(arrays, (1e15, 1e-15, 1e30))],
-    "zeros": lambda arrays: [arrays[0], 0 * arrays[1], arrays[2]],
-    **{f"{'qkv'[i]} times {n}": scaled_rows(i, n) for i in range(3) for n in (0, 2.0**-12, 2.0**12)},
+    "normal": times(1, 1, 1, 1),
+    "small": times(1e-25, 1e-25, 1e-12, 1e-12),
+    "large": times(1e15, 1e-15, 1e20, 1),
+    "zeros": times(1, 0, 1, 1),
+    **{f"{name} times {n}": scaled_rows(i, n) for i, name in enumerate(NAMES) for n in (0, 2.0**-12, 2.0**12)},
 }
 TOO_WIDE = {
-    f"{'qkv'[i]} times {n}": scaled_rows(i, n)
-    for i in range(3)
+    f"{name} times {n}": scaled_rows(i, n)
+    for i, name in enumerate(NAMES)
     for n in (2.0**-24, 2.0**24, 1e-36, np.nan, np.inf, -np.inf)
 }
+OF_FORWARD = [name for name in TOO_WIDE if "dout" not in name]
+TOO_WIDE |= {"v and dout small": times(1, 1, 1e-20, 1e-20), "v and dout large": times(1, 1, 1e15, 1e15)}
 
 
 @pytest.mark.parametrize("change", SPLIT.values(), ids=SPLIT)
 def test_numbers_that_split(halves, monkeypatch, change):
     x = inputs(halves, 300, 400, heads_q=4, heads_k=2)
-    (out, _), (portable, _) = by_both(halves, monkeypatch, x, change, causal=True)
+    q, k, v, dout = change([*x.qkv, x.dout])
+    (out, lse), (portable, _) = by_both(
+        halves, monkeypatch, lambda: cupyflash.attention(q, k, v, causal=True, return_lse=True)
+    )
     assert not same_bits(out, portable), "not computed as halves"
+    gradients, portable = by_both(
+        halves, monkeypatch, lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    )
+    assert not same_bits(gradients.dv, portable.dv), "not computed as halves"
     halves.activate(monkeypatch)
-    check(halves, *change([*x.qkv]), causal=True)
+    check(halves, q, k, v, dout, causal=True)
 
 
-@pytest.mark.parametrize("change", TOO_WIDE.values(), ids=TOO_WIDE)
-def test_numbers_that_do_not_split(halves, monkeypatch, change):
+@pytest.mark.parametrize("name", TOO_WIDE)
+def test_numbers_that_do_not_split(halves, monkeypatch, name):
     """The portable kernels run instead: nothing that two float16 lack is lost, NaN and inf stay where they belong."""
     x = inputs(halves, 300, 400, heads_q=4, heads_k=2)
-    by_halves, portable = by_both(halves, monkeypatch, x, change)
-    assert all(map(same_bits, by_halves, portable))
+    q, k, v, dout = TOO_WIDE[name]([*x.qkv, x.dout])
+    by_halves, portable = by_both(halves, monkeypatch, lambda: cupyflash.attention(q, k, v, return_lse=True))
+    assert name not in OF_FORWARD or all(map(same_bits, by_halves, portable))
+    by_halves, portable = by_both(
+        halves, monkeypatch, lambda: cupyflash.attention_backward(dout, q, k, v, *portable, dlse=x.dlse)
+    )
+    assert all(map(same_bits, by_halves[:3], portable[:3]))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -20,7 +20,6 @@ enum Operand { kQ, kK, kV, kDout, kOperands };
 
 struct Scales {
   uint32 largest[kOperands];  // bits of the largest |x|, with which 2^e is chosen
-  uint32 squares[kOperands];  // bits of the largest |row|^2 of 2^e x
   uint32 wide;                // 1: some row needs more digits than two float16 have, or is not finite
 };
 

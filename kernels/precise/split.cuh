@@ -102,20 +102,14 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     const Source source = Source::of(p, Operand(operand));
     const uint32 largest = scales.largest[operand];
     const float factor = power_of_two(exponent_of(largest));
-    float longest = 0.f;
     each_unit<kSpec>(source, [&](float (&x)[4], uint32 vector, int col) {
       uint32 of_row = largest_bits(x);
-      float square = 0.f;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] *= factor, square = fmaf(x[i], x[i], square);
+      for (int i = 0; i < 4; ++i) x[i] *= factor;
 #pragma unroll
       for (int step = 16; step > 0; step /= 2)
-        if (step < source.lanes) {
-          of_row = max(of_row, __shfl_xor_sync(kFullWarp, of_row, step));
-          square += __shfl_xor_sync(kFullWarp, square, step);
-        }
+        if (step < source.lanes) of_row = max(of_row, __shfl_xor_sync(kFullWarp, of_row, step));
       wide |= of_row != 0 && !(__uint_as_float(of_row) * factor >= kLeast);
-      longest = fmaxf(longest, square);
       if (vector >= source.vectors) return;
       uint2 big, small;
       split(x[0], x[1], big.x, small.x);
@@ -124,10 +118,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       target[col / 4] = big, target[col / 4 + source.lanes] = small;
     });
     wide |= largest >= 0x7f800000u;
-    const uint32 of_warp = __reduce_max_sync(kFullWarp, __float_as_uint(longest));
-    if (lane_index() == 0 && of_warp > scales.squares[operand]) atomicMax(scales.squares + operand, of_warp);
   }
-  if constexpr (kSpec.backward) {  // what takes dout v back to its size is a normal number, and its sums are finite
+  if constexpr (kSpec.backward) {  // what takes dout v back to its size is a normal number, and so is the product
     const int exponent = exponent_of(scales.largest[kV]) + exponent_of(scales.largest[kDout]);
     wide |= exponent < -60 || exponent > 112;
   }
