@@ -136,6 +136,19 @@ __device__ __forceinline__ void split_gradient(Accumulator<kTile>& ds, uint32 (&
   for (int step = 0; step < kTile / 16; ++step) split_operand(ds, step, 1.f, big[step], small[step]);
 }
 
+// Waits for the turn when the weights are there: the compiler would make them in the turn, while others wait. `zero` is
+// 0, which it does not know.
+template <int kGroups>
+__device__ __forceinline__ void wait_with(const Turns<kGroups>& turns, const uint32 (&small)[kTile / 16][4],
+                                          uint32 zero) {
+  uint32 any = 0;
+#pragma unroll
+  for (int step = 0; step < kTile / 16; ++step)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) any |= small[step][i];
+  Turns<kGroups>{turns.group + int(any & zero), turns.first}.wait();
+}
+
 // sum += factor of the row * part, from the column `col` on
 template <int kCols, int kPart>
 __device__ __forceinline__ void add(Accumulator<kCols>& sum, const Accumulator<kPart>& part, int col,
@@ -241,7 +254,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 #pragma unroll
     for (int col = 0; col < dv.kCols; col += kPart) {
       Accumulator<kPart> part;
-      turns.wait();
+      wait_with(turns, small, zero);
       douts.issue_sum(part, big, small, col);
       turns.pass_on();
       wgmma_wait<0>();
@@ -272,7 +285,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 #pragma unroll
     for (int col = 0; col < dk.kCols; col += kPart) {
       Accumulator<kPart> part;
-      turns.wait();
+      wait_with(turns, small, zero);
       queries.issue_sum(part, big, small, col);
       turns.pass_on();
       wgmma_wait<0>();
@@ -338,6 +351,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   const Scales& scales = *p.halves.scales;
   const float scale = finite_scale(p.exact_scale, -exponent_of(scales.largest[kQ]) - exponent_of(scales.largest[kK]));
   const float unit_dp = power_of_two(-exponent_of(scales.largest[kV]) - exponent_of(scales.largest[kDout]));
+  const uint32 zero = s.group < 0;  // which the compiler does not know
   const Range seen_by_all = keys_of_all(band, {first_query, min(first_query + 64, s.seqlen_q) - 1});
   Accumulator<padded(kSpec.head_dim)> dq;
   dq.clear();
@@ -371,7 +385,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     float down[2];
     split_gradient(ds, big, small, down);
     Accumulator<dq.kCols> part;
-    turns.wait();
+    wait_with(turns, small, zero);
     keys.issue_sum(part, big, small, 0);
     turns.pass_on();
     wgmma_wait<0>();
