@@ -283,8 +283,9 @@ def test_numbers_that_do_not_split(halves, monkeypatch, change):
 def test_graph_of_halves(halves):
     """Each replay looks anew at how large the numbers are."""
     cupy, x = halves.xp, inputs(halves, 300, 400)
-    stream, original = cupy.cuda.Stream(non_blocking=True), x.k.copy()
+    stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
+        original = x.k.copy()
         cupyflash.attention(*x.qkv)
         stream.begin_capture()
         out = cupyflash.attention(*x.qkv)
