@@ -303,6 +303,24 @@ def test_numbers_that_do_not_split(halves, monkeypatch, name):
     assert all(map(same_bits, by_halves[:3], portable[:3]))
 
 
+def test_graph_of_halves(halves):
+    """Each replay looks anew at how large the numbers are."""
+    cupy, x = halves.xp, inputs(halves, 300, 400)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        original = x.k.copy()
+        cupyflash.attention(*x.qkv)
+        stream.begin_capture()
+        out = cupyflash.attention(*x.qkv)
+        graph = stream.end_capture()
+        for factor in (1, 2.0**12, np.nan, 1):
+            x.k[...] = original
+            x.k[0, 7] *= np.float32(factor)
+            graph.launch(stream)
+            stream.synchronize()
+            assert same_bits(out.copy(), cupyflash.attention(*x.qkv))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30)}], ids=str)
 def test_more_tiles_than_multiprocessors(halves, options, head_dim):
