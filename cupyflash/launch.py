@@ -25,13 +25,19 @@ from .structs import (
     BACKWARD_POINTERS,
     FORWARD_PARAMS,
     FORWARD_POINTERS,
+    HALVES_BACKWARD_POINTERS,
+    HALVES_FORWARD_POINTERS,
     HOPPER_BACKWARD_PARAMS,
     HOPPER_FORWARD_PARAMS,
     HOPPER_POINTERS,
+    HOPPER_PRECISE_BACKWARD_PARAMS,
+    HOPPER_PRECISE_FORWARD_PARAMS,
     LOGIT_MAP,
     MAP,
+    MAPS,
     PRECISE_BACKWARD_PARAMS,
     PRECISE_FORWARD_PARAMS,
+    SCALES,
     STATISTIC_TILE,
     fill,
     fill_blocks,
@@ -51,6 +57,7 @@ LARGE_MASK = 1 << 20  # elements of a head from which a mask is read once more, 
 NO_BLOCKS = Bitmaps(None, None)
 MAX_BLOCKS = (1 << 31) - 1
 MAX_PLANS = 4096
+ANYWHERE = 1 << 20  # an address for a map until it gets its own
 _plans: dict = {}
 _kept_for_graphs: list = []
 _thread = threading.local()
@@ -93,6 +100,14 @@ class Rest(NamedTuple):
     dbias: object = None
 
 
+class Layout(NamedTuple):
+    """Of a float16 array that is not there yet, for a map."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int = 2
+
+
 @dataclass(frozen=True)
 class Plan:
     """The launches of one pass and their struct, which lacks nothing but the pointers."""
@@ -102,10 +117,13 @@ class Plan:
     words: np.ndarray  # the struct as 64-bit words
     slots: tuple[int, ...]  # the words that hold the pointers and the seed
     workspace: tuple[int, ...] = ()
+    halves: tuple[int, ...] = ()  # elements of the float16 arrays that the plan splits its inputs into
     idle: list = field(default_factory=list)  # copies of the struct that no call uses, each with its argument list
 
     @classmethod
-    def of(cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], mods, workspace=()) -> Plan:
+    def of(
+        cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], mods, workspace=(), halves=()
+    ) -> Plan:
         slots = []
         for name in names:
             if name != "mods":
@@ -114,7 +132,7 @@ class Plan:
                 slots += [params.dtype.fields[name][1] // 8 + slot for slot in mods.slots]
         kernels = tuple(launch.kernel for launch in launches)
         calls = tuple(launch.call for launch in launches)
-        return cls(calls, kernels, params.view(np.uint64), tuple(slots), workspace)
+        return cls(calls, kernels, params.view(np.uint64), tuple(slots), workspace, halves)
 
     def run(self, *pointers: int) -> None:
         # What CuPy does for any kernel and any arguments, in a fraction of the time.
@@ -170,8 +188,8 @@ def forward(
         plan = _remember(key, _plan_forward(problem, (q, k, v, out), rest))
     taken = cupy.zeros(plan.workspace, np.uint32) if plan.workspace else None
     keep_for_graph(taken)
-    last = (*map(_word, captured), _pointer(taken))
-    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask), *last)
+    more = _room_for_halves(plan) or (_pointer(taken),)  # no plan has both
+    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask), *map(_word, captured), *more)
 
 
 def backward(
@@ -242,9 +260,8 @@ def backward(
         _pointer(parts),
         *map(_pointer, bitmaps),
         *map(_word, captured),
-        *(x.data.ptr for x in arrays[:4]),  # a second time: into maps, if the plan has any
-        _pointer(bias),
-        _pointer(mask),
+        # Into maps, if the plan has any.
+        *(_room_for_halves(plan) or (*(x.data.ptr for x in arrays[:4]), _pointer(bias), _pointer(mask))),
     )
     for gradient, total in zip((gradients or {}).values(), mod_sums):
         gradient[...] = total
@@ -286,6 +303,16 @@ def keep_for_graph(*temporaries) -> None:
     """
     if cupy.cuda.get_current_stream().is_capturing():
         _kept_for_graphs.extend(x for x in temporaries if x is not None)
+
+
+def _room_for_halves(plan: Plan) -> tuple[int, ...]:
+    """Pointers for HALVES_FORWARD_POINTERS or HALVES_BACKWARD_POINTERS, if the plan needs any."""
+    if not plan.halves:
+        return ()
+    room, scales = cupy.empty(sum(plan.halves), np.float16), cupy.zeros(SCALES.itemsize // 4, np.uint32)
+    keep_for_graph(room, scales)
+    halves = [room.data.ptr + 2 * sum(plan.halves[:i]) for i in range(len(plan.halves))]
+    return scales.data.ptr + SCALES.fields["wide"][1], *halves, scales.data.ptr, *halves
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:
@@ -343,7 +370,9 @@ def _path() -> str:
 def _plan_forward(problem: Problem, arrays: tuple, rest: Rest) -> Plan:
     device, path = cupy.cuda.runtime.getDevice(), _path()
     if problem.dtype in precise.ITEM:
-        return _plan_precise_forward(device, problem, arrays, rest)
+        by_halves = path == "sm90" and precise.by_halves(problem)
+        plan = _plan_hopper_precise_forward(device, problem, arrays, rest) if by_halves else None
+        return plan or _plan_precise_forward(device, problem, arrays, rest)
     plan = None
     if path == "sm90" and not choose.forward_elsewhere(problem):
         plan = _plan_hopper_forward(device, problem, arrays, rest)
@@ -367,15 +396,61 @@ def _plan_portable_forward(device: int, problem: Problem, arrays: tuple, rest: R
 
 def _plan_precise_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
     compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
+    params = np.zeros(1, PRECISE_FORWARD_PARAMS)
+    launch = _launch_precise_forward(device, params, problem, arrays, rest)
+    return Plan.of((launch,), params, FORWARD_POINTERS, None)
+
+
+def _launch_precise_forward(device: int, params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest) -> Launch:
+    """Write all but pointers, what is of halves, and maps."""
     variant = precise.forward(problem, _access(problem, arrays), _shared_limit(device))
     blocks = _blocks(problem.batch * problem.heads_q, -(-problem.seqlen_q // variant.spec.block_q))
-    params = np.zeros(1, PRECISE_FORWARD_PARAMS)
     params["sizes"] = _forward_sizes(problem)
     params["exact_scale"] = problem.scale
     for name, x in zip(FORWARD_POINTERS, (*arrays, rest.lse)):
         fill(params, name, x)
     _fill_options(params, problem, rest)
-    return Plan.of((Launch.of(variant, blocks),), params, FORWARD_POINTERS, None)
+    return Launch.of(variant, blocks)
+
+
+def _plan_hopper_precise_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
+    """Split, multiply, and what runs instead where numbers do not split well. None without maps."""
+    *inputs, out = arrays
+    variant = precise.hopper_forward(problem, _access(problem, (out,)))
+    spec = variant.spec
+    params = np.zeros(1, HOPPER_PRECISE_FORWARD_PARAMS)
+    split = _split(device, params, problem, inputs, (64, spec.block_k, spec.block_k))
+    if split is None:
+        return None
+    launches, halves = split
+    most, tiles = _attribute(device, "MultiProcessorCount"), -(-problem.seqlen_q // spec.block_q)
+    params["order"], runs = _order(problem, problem.heads_q, tiles, most)
+    other = _launch_precise_forward(device, params, problem, arrays, rest)
+    launches = (*launches, Launch.of(variant, min(most, runs)), other)
+    return Plan.of(launches, params, (*FORWARD_POINTERS, *HALVES_FORWARD_POINTERS), None, halves=halves)
+
+
+def _split(device: int, params: np.ndarray, problem: Problem, inputs: list, rows: tuple[int, ...]) -> tuple | None:
+    """Write maps of the halves of q, k, v and perhaps dout, with boxes of so many rows.
+
+    Return the launches that make the halves, and how many elements each array of them has; None where the driver makes
+    no maps.
+    """
+    if tensor_map.address_word() is None:
+        return None
+    halves = []
+    for name, x, count in zip(MAPS, inputs, rows):
+        shape = *x.shape[:3], 2 * precise.padded(x.shape[3])
+        strides = tuple(2 * math.prod(shape[axis:]) for axis in range(1, 5))
+        words = tensor_map.encode(Layout(shape, strides), "float16", count, pointer=ANYWHERE)
+        if words is None:
+            return None
+        params[name] = words
+        halves.append(math.prod(shape))
+    variants = precise.split(_access(problem, tuple(inputs)), len(inputs) > 3)
+    vectors, spec = max(math.prod(x.shape[:3]) for x in inputs), variants[0].spec
+    blocks = min(spec.blocks_per_sm * _attribute(device, "MultiProcessorCount"), -(-vectors // spec.warps))
+    return tuple(Launch.of(variant, blocks) for variant in variants), tuple(halves)
 
 
 def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
@@ -454,7 +529,9 @@ def _order(problem: Problem, heads: int, tiles: int, places: int, pairs: bool = 
 def _plan_backward(problem: Problem, arrays: tuple, rest: Rest, deterministic: bool) -> Plan:
     device, path = cupy.cuda.runtime.getDevice(), _path()
     if problem.dtype in precise.ITEM:
-        return _plan_precise_backward(device, problem, arrays, rest)
+        by_halves = path == "sm90" and precise.by_halves(problem)
+        plan = _plan_hopper_precise_backward(device, problem, arrays, rest) if by_halves else None
+        return plan or _plan_precise_backward(device, problem, arrays, rest)
     plan = None
     if path == "sm90" and not choose.backward_elsewhere(problem):
         if choose.split(problem, deterministic):
@@ -657,18 +734,49 @@ def _plan_split_backward(device: int, problem: Problem, arrays: tuple, rest: Res
 def _plan_precise_backward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan:
     """No sum depends on the order in which blocks run, so that every call is deterministic."""
     compiler.check_dtype(problem.dtype, _capability(device), "this GPU")
-    delta, keys, queries = precise.backward(problem, _access(problem, arrays), _shared_limit(device))
-    pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
     params = np.zeros(1, PRECISE_BACKWARD_PARAMS)
+    launches = _launch_precise_backward(device, params, problem, arrays, rest)
+    return Plan.of(launches, params, BACKWARD_POINTERS, None, _precise_workspace(problem))
+
+
+def _precise_workspace(problem: Problem) -> tuple[int, ...]:
+    return (problem.batch * problem.heads_q * problem.seqlen_q, 0, 0, 0)
+
+
+def _launch_precise_backward(
+    device: int, params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest
+) -> tuple[Launch, ...]:
+    """Write all but pointers, what is of halves, and maps."""
+    delta, keys, queries = precise.backward(problem, _access(problem, arrays), _shared_limit(device))
     _fill_backward(params, problem, arrays, rest)
     params["sizes"] = sizes(problem, _backward_section(problem))
     params["exact_scale"] = problem.scale
-    launches = (
-        Launch.of(delta, _blocks(-(-pairs_q * problem.seqlen_q // delta.spec.warps), 1)),
+    rows = problem.batch * problem.heads_q * problem.seqlen_q
+    return Launch.of(delta, _blocks(-(-rows // delta.spec.warps), 1)), *_launch_gradients(problem, keys, queries)
+
+
+def _launch_gradients(problem: Problem, keys: Variant, queries: Variant) -> tuple[Launch, Launch]:
+    """A block takes a tile of one head."""
+    pairs_q, pairs_k = problem.batch * problem.heads_q, problem.batch * problem.heads_k
+    return (
         Launch.of(keys, _blocks(pairs_k, -(-problem.seqlen_k // keys.spec.block_k))),
         Launch.of(queries, _blocks(pairs_q, -(-problem.seqlen_q // queries.spec.block_q))),
     )
-    return Plan.of(launches, params, BACKWARD_POINTERS, None, (pairs_q * problem.seqlen_q, 0, 0, 0))
+
+
+def _plan_hopper_precise_backward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
+    """As `_plan_hopper_precise_forward`; the halves are made anew."""
+    q, k, v, dout, _, dq, dk, dv = arrays
+    keys, queries = precise.hopper_backward(problem, _access(problem, (dq, dk, dv)))
+    params = np.zeros(1, HOPPER_PRECISE_BACKWARD_PARAMS)
+    split = _split(device, params, problem, [q, k, v, dout], (64, 64, 64, 64))
+    if split is None:
+        return None
+    launches, halves = split
+    delta, *others = _launch_precise_backward(device, params, problem, arrays, rest)
+    launches = (*launches, delta, *_launch_gradients(problem, keys, queries), *others)
+    names = (*BACKWARD_POINTERS, *HALVES_BACKWARD_POINTERS)
+    return Plan.of(launches, params, names, None, _precise_workspace(problem), halves)
 
 
 def _fill_backward(params: np.ndarray, problem: Problem, arrays: tuple, rest: Rest) -> None:

@@ -14,6 +14,23 @@ float64, forward   at most 64 beside exponentials of 16 instructions at 34 TFLOP
 float64, backward  at most 48; at d = 128, where two warps compute the same scores of their keys, 37; expected: 25 to 30
 =================  =================================================================================================
 
+On Hopper float32 up to head_dim 128 is not multiplied as TF32 but, by ``wgmma``, as two float16 of each number,
+``2^e x = big + small``: three products as well, of 650 TFLOP/s as float16 makes in practice, where TF32 would have
+half as many. What splits reads q, k and v twice and writes as much: 0.3 ms for 16384 rows of 2048 columns, a tenth of
+4096 keys.
+
+=================  =================================================================================================
+forward            at most 215 TFLOP/s; expected: 120 to 170 at d = 64, 150 to 190 at d = 128. A warpgroup has 1536
+                   cycles for the softmax of 128 keys, at d = 64 because three take turns; its instructions are 800
+backward           at most 155; expected: 95 to 115 at d = 64, 100 to 125 at d = 128. A tile of 64 x 64 scores takes 96
+                   products of 32 cycles for dk and dv at d = 128, 72 for dq, beside 700 and 450 instructions of a warp;
+                   at d = 64 half as many products, and 650 and 400 instructions, but three that take turns
+=================  =================================================================================================
+
+Where a row is so small beside the largest number of its array that small has no digits left for it, or a number is not
+finite, the kernels of halves return at once, and those of TF32, launched behind them, compute everything; otherwise
+these return.
+
 Standard attention in float64 moves ``8 N^2`` bytes four times forward and seven times backward, beside its products 1.6
 and 1.1 times as long as these at d = 64, 0.8 and 0.6 times at d = 128: twice its speed, 52 TFLOP/s, is possible forward
 at d = 64, and more than the tensor cores have, or nearly, elsewhere.
@@ -23,10 +40,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .choose import SHARED_LIMIT, fitting, round_up
 from .problem import Problem
-from .spec import PreciseDeltaSpec, PreciseForwardSpec, PreciseKeysSpec, PreciseQueriesSpec, Variant
+from .spec import (
+    HopperPreciseKeysSpec,
+    HopperPreciseQueriesSpec,
+    HopperPreciseSpec,
+    PreciseDeltaSpec,
+    PreciseForwardSpec,
+    PreciseKeysSpec,
+    PreciseQueriesSpec,
+    SplitSpec,
+    Variant,
+)
 
 ITEM = {"float32": 4, "float64": 8}  # bytes of an element
 
@@ -76,6 +104,13 @@ QUERIES = {
     },
 }
 
+# head_dim up to: (block_k, groups, slots) of Hopper's forward of halves.
+HOPPER_FORWARD = {64: (128, 3, 2), 128: (128, 2, 1)}
+# The same: (groups, slots of q or k, slots of dout or v) of both kernels of its backward. At 128, 224 KiB.
+HOPPER_BACKWARD = {64: (3, 3, 3), 128: (2, 2, 1)}
+HOPPER_DIMS_V = (64, 96, 128)  # widths of a product
+HALVES_LENGTH = 256  # queries and keys from which on splitting is worth its time
+
 
 def _widths(problem: Problem, parts: int) -> tuple[int, int]:
     """Both widths padded: whole rounds through the banks, whole units for each part."""
@@ -115,6 +150,51 @@ def backward(problem: Problem, access: int, shared_limit: int) -> tuple[Variant,
     )
 
 
+def by_halves(problem: Problem) -> bool:
+    """Whether Hopper multiplies float32 as two float16, which one more pass over the inputs makes of each number."""
+    exact = problem.dtype == "float32" and problem.precision is None
+    return (
+        exact
+        and max(problem.head_dim, problem.head_dim_v) <= max(HOPPER_FORWARD)
+        and min(problem.seqlen_q, problem.seqlen_k) >= HALVES_LENGTH
+    )
+
+
+def padded(head_dim: int) -> int:
+    """Columns of each of the halves."""
+    return 64 if head_dim <= 64 else 128
+
+
+def split(access: int, backward: bool) -> tuple[Variant, Variant]:
+    """Return the kernels that look for the largest numbers of the inputs and that split them."""
+    spec = SplitSpec(8, 4, access, backward)
+    return tuple(Variant("precise/split.cuh", name, "float32", spec) for name in ("find_largest", "split_rows"))
+
+
+@functools.lru_cache(maxsize=1024)
+def hopper_forward(problem: Problem, access: int) -> Variant:
+    """Return Hopper's forward kernel of halves; `access` is that of out."""
+    width = max(problem.head_dim, problem.head_dim_v)
+    d = round_up(problem.head_dim, 32)
+    dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
+    spec = HopperPreciseSpec(d, dv, *HOPPER_FORWARD[min(n for n in HOPPER_FORWARD if n >= width)], min(access, 8))
+    return Variant("sm90/precise_forward.cuh", "hopper_precise_forward", problem.dtype, spec)
+
+
+@functools.lru_cache(maxsize=1024)
+def hopper_backward(problem: Problem, access: int) -> tuple[Variant, Variant]:
+    """Return Hopper's kernels of halves for dk and dv, and for dq; `access` is that of the gradients."""
+    dims = round_up(problem.head_dim, 32), round_up(problem.head_dim_v, 32)
+    tiling = HOPPER_BACKWARD[min(n for n in HOPPER_BACKWARD if n >= max(dims))]
+    return tuple(
+        Variant("sm90/precise_backward.cuh", template, problem.dtype, spec(*dims, *tiling, min(access, 8)))
+        for template, spec in (
+            ("hopper_precise_keys", HopperPreciseKeysSpec),
+            ("hopper_precise_queries", HopperPreciseQueriesSpec),
+        )
+    )
+
+
 def variants(capability: int) -> Iterator[Variant]:
     """Yield the kernels that devices of `capability` (80, 90, ...) choose for aligned arrays."""
     if capability < 80:
@@ -124,3 +204,6 @@ def variants(capability: int) -> Iterator[Variant]:
         for head_dim in (64, 96, 128, 192, 256):
             problem = Problem(dtype, 1, 1, 1, 1, 1, head_dim, head_dim, 1.0)
             yield from (forward(problem, 16, limit), *backward(problem, 16, limit))
+            long = replace(problem, seqlen_q=HALVES_LENGTH, seqlen_k=HALVES_LENGTH)
+            if capability == 90 and by_halves(long):
+                yield from (*split(16, False), *split(16, True), hopper_forward(long, 16), *hopper_backward(long, 16))

@@ -335,6 +335,103 @@ class PreciseDeltaSpec(Spec):
 
 
 @dataclass(frozen=True)
+class SplitSpec(Spec):
+    """Of the kernels that split float32 into two float16."""
+
+    warps: int
+    blocks_per_sm: int
+    access: int
+    backward: bool
+
+
+@dataclass(frozen=True)
+class HopperPreciseSpec(Spec):
+    """Of Hopper's forward of float32, by products of float16."""
+
+    head_dim: int
+    head_dim_v: int
+    block_k: int
+    groups: int
+    slots: int
+    access: int
+
+    blocks_per_sm = 1
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        width, width_v = (64 if n <= 64 else 128 for n in (self.head_dim, self.head_dim_v))
+        rows, rows_v = self.block_q + self.slots * self.block_k, self.slots * self.block_k
+        return 2 * 2 * (rows * width + rows_v * width_v) + 1024
+
+
+def _halves_bytes(rows: int, head_dim: int) -> int:
+    """Of float32 rows in shared memory, as two float16."""
+    return 2 * 2 * rows * (64 if head_dim <= 64 else 128)
+
+
+@dataclass(frozen=True)
+class HopperPreciseKeysSpec(Spec):
+    """Of Hopper's kernel that computes dk and dv of float32."""
+
+    head_dim: int
+    head_dim_v: int
+    groups: int
+    slots: int
+    slots_dout: int
+    access: int
+
+    blocks_per_sm = 1
+
+    @property
+    def block_k(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = _halves_bytes(self.block_k + 64 * self.slots, self.head_dim)
+        return tiles + _halves_bytes(self.block_k + 64 * self.slots_dout, self.head_dim_v) + 1024
+
+
+@dataclass(frozen=True)
+class HopperPreciseQueriesSpec(Spec):
+    """Of the one that computes dq."""
+
+    head_dim: int
+    head_dim_v: int
+    groups: int
+    slots: int
+    slots_v: int
+    access: int
+
+    blocks_per_sm = 1
+
+    @property
+    def block_q(self) -> int:
+        return 64 * self.groups
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.groups + 1)
+
+    @property
+    def shared_bytes(self) -> int:
+        tiles = _halves_bytes(self.block_q + 64 * self.slots, self.head_dim)
+        return tiles + _halves_bytes(self.block_q + 64 * self.slots_v, self.head_dim_v) + 1024
+
+
+@dataclass(frozen=True)
 class ModGradientSpec(Spec):
     """Of the kernel that computes dscore_mod."""
 

@@ -66,13 +66,20 @@ BACKWARD_PARAMS = np.dtype(
     ],
     align=True,
 )
-# Those of float32 and float64, in kernels/precise/params.cuh.
-PRECISE_FORWARD_PARAMS = np.dtype(
-    [*((n, FORWARD_PARAMS[n]) for n in FORWARD_PARAMS.names), ("exact_scale", "f8")], align=True
-)
-PRECISE_BACKWARD_PARAMS = np.dtype(
-    [*((n, BACKWARD_PARAMS[n]) for n in BACKWARD_PARAMS.names), ("exact_scale", "f8")], align=True
-)
+# Those of float32 and float64, in kernels/precise/params.cuh, and of float32 that is split.
+OPERANDS = ("q", "k", "v", "dout")  # Operand
+SCALES = np.dtype([("largest", "u4", len(OPERANDS)), ("wide", "u4")], align=True)
+HALVES = np.dtype([*((n, "u8") for n in OPERANDS), ("scales", "u8")], align=True)
+
+
+def _extended(dtype: np.dtype, *fields: tuple) -> np.dtype:
+    return np.dtype([*((n, dtype[n]) for n in dtype.names), *fields], align=True)
+
+
+PRECISE_FORWARD_PARAMS = _extended(FORWARD_PARAMS, ("exact_scale", "f8"), ("only_if", "u8"))
+PRECISE_BACKWARD_PARAMS = _extended(BACKWARD_PARAMS, ("exact_scale", "f8"), ("only_if", "u8"))
+HALVES_FORWARD_PARAMS = _extended(PRECISE_FORWARD_PARAMS, ("halves", HALVES))
+HALVES_BACKWARD_PARAMS = _extended(PRECISE_BACKWARD_PARAMS, ("halves", HALVES))
 
 ORDER = np.dtype([(n, "i4") for n in ("heads", "tiles", "runs", "all_runs", "paired")])
 MAP = np.dtype(("u8", tensor_map.WORDS))
@@ -106,6 +113,16 @@ HOPPER_BACKWARD_PARAMS = _with_maps(
     *(("keys", ORDER), ("queries", ORDER), ("rotated", "i4")),
     *(("bias_map", LOGIT_MAP), ("mask_map", LOGIT_MAP)),
 )
+# Those of the kernels that multiply halves, in sm90/precise_params.cuh.
+HOPPER_PRECISE_FORWARD_PARAMS = _with_maps(
+    *((n, HALVES_FORWARD_PARAMS[n]) for n in HALVES_FORWARD_PARAMS.names),
+    *((n, MAP) for n in ("q_map", "k_map", "v_map")),
+    ("order", ORDER),
+)
+HOPPER_PRECISE_BACKWARD_PARAMS = _with_maps(
+    *((n, HALVES_BACKWARD_PARAMS[n]) for n in HALVES_BACKWARD_PARAMS.names),
+    *((n, MAP) for n in ("q_map", "k_map", "v_map", "dout_map")),
+)
 _LENGTHS = [("starts", "u8"), ("used", "u8"), *((n, "i4") for n in ("wide_starts", "wide_used", "total"))]
 LENGTHS = np.dtype(_LENGTHS, align=True)
 CLEARED = np.dtype([("array", ARRAY), *((n, "i4") for n in ("heads", "units", "item"))], align=True)
@@ -118,6 +135,9 @@ SEGMENTS_PARAMS = np.dtype(
 FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
 BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n not in ("sizes", "segments")), "mods")
 MAPS = ("q_map", "k_map", "v_map", "dout_map")
+# Of `Plan.halves`: the flag, the halves, their scales, and the halves again for their maps.
+HALVES_FORWARD_POINTERS = ("only_if", *(f"halves.{n}" for n in (*OPERANDS[:3], "scales")), *MAPS[:3])
+HALVES_BACKWARD_POINTERS = ("only_if", *(f"halves.{n}" for n in (*OPERANDS, "scales")), *MAPS)
 HOPPER_POINTERS = (*BACKWARD_POINTERS, *MAPS, "bias_map", "mask_map")
 SEGMENTS_POINTERS = tuple(f"lengths_{side}.{name}" for side in "qk" for name in ("starts", "used"))
 SEGMENTS_POINTERS += ("segments", "of_q", "of_k", "of_v", "lse")

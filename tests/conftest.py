@@ -52,6 +52,7 @@ backend1 = backend_fixture(
 backend_bfloat16 = backend_fixture("backend_bfloat16", "Every backend in bfloat16.", "numpy-bfloat16", "cuda-bfloat16")
 cuda = backend_fixture("cuda", "The GPU.", "cuda-bfloat16")
 precise = backend_fixture("precise", "The GPU in float32 and float64.", "cuda-float32", "cuda-float64")
+halves = backend_fixture("halves", "Hopper in float32.", "sm90-float32")
 
 
 @pytest.fixture(autouse=True)

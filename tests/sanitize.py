@@ -23,7 +23,7 @@ import cupy
 import numpy as np
 
 import cupyflash
-from cupyflash import launch
+from cupyflash import launch, precise
 from cupyflash.choose import PATHS
 
 # queries, keys, query heads, key heads, head_dim, head_dim_v
@@ -113,9 +113,10 @@ def main():
             cupy.cuda.Device().synchronize()
         return
     cases = [(path, *x, np.float16) for path in options.paths for x in product(SHAPES, OPTIONS, SINKS, BLOCKS)]
-    one_path, wide = options.paths[:1], (np.float32, np.float64)
-    wide = product(one_path, SHAPES, PRECISE_OPTIONS, (False,), (None,), wide)
-    cases, (part, parts) = [*cases, *wide], options.part
+    precise.HALVES_LENGTH = 1
+    for dtype, paths in ((np.float32, options.paths), (np.float64, options.paths[:1])):
+        cases += product(paths, SHAPES, PRECISE_OPTIONS, (False,), (None,), (dtype,))
+    part, parts = options.part
     cases = cases[len(cases) * (part - 1) // parts : len(cases) * part // parts]
     for path, shape, case, with_sink, shown, dtype in cases:
         os.environ["CUPYFLASH_PATH"] = path

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cupyflash import choose, compiler
+from cupyflash import choose, compiler, precise
 from cupyflash.problem import Problem
 from cupyflash.spec import BIAS_TYPES, Variant
 
@@ -670,7 +670,9 @@ def test_path_that_does_not_exist(monkeypatch, name, capability):
 def test_variants(capability):
     limit = choose.SHARED_LIMIT.get(capability, 65536)
     variants = list(choose.variants(capability))
-    wide = [variant for variant in variants if variant.template.startswith("precise")]
+    wide = [variant for variant in variants if variant.dtype in precise.ITEM]
+    of_halves = [variant for variant in wide if not variant.template.startswith("precise")]
+    assert bool(of_halves) == (capability == 90) and {variant.dtype for variant in of_halves} <= {"float32"}
     assert {variant.dtype for variant in wide} == ({"float32", "float64"} if capability >= 80 else set())
     variants = [variant for variant in variants if variant not in wide]
     assert {variant.dtype for variant in variants} == {"float16", "bfloat16"} - (

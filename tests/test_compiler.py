@@ -28,7 +28,8 @@ TOP_HEADERS = (
     *("sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
     "sm90/bias_gradient.cuh",
-    *("precise/forward.cuh", "precise/backward.cuh"),
+    *("precise/forward.cuh", "precise/backward.cuh", "precise/split.cuh", "sm90/precise_forward.cuh"),
+    "sm90/precise_backward.cuh",
     "sm80/mod_gradient.cuh",
 )
 LIMIT = 232448
@@ -102,7 +103,7 @@ def test_header(header):
     assert len(instructions) == len(re.findall(r"\basm\b", code))
     if header == "sm90/wgmma.cuh":  # nothing but one instruction and the predicate that it takes
         texts = re.findall(r"\basm volatile\((.*?):", re.sub(r"\s*\\\n\s*", " ", code))
-        assert len(texts) == len(instructions) == 4
+        assert len(texts) == len(instructions) == 5
         for text in texts:
             written = "".join(re.findall(r'"([^"]*)"', text)).replace("{ .reg .pred p;", "")
             executed = [line.split()[0] for line in written.split(";") if line.strip(" }")]
@@ -253,6 +254,7 @@ NESTED = {
     structs.TILE_LISTS: "cupyflash::TileList[cupyflash::kTileKinds]",
     structs.LENGTHS: "cupyflash::Lengths",
     structs.CLEARED: "cupyflash::Cleared",
+    structs.HALVES: "cupyflash::Halves",
 }
 
 
@@ -294,6 +296,15 @@ def test_struct_twins():
         ("PreciseBackwardParams", structs.PRECISE_BACKWARD_PARAMS),
     ):
         compile_twins(same_struct(name, dtype, NESTED, derived=True), "precise/params.cuh")
+    for name, dtype in (
+        ("HalvesParams<false>", structs.HALVES_FORWARD_PARAMS),
+        ("HalvesParams<true>", structs.HALVES_BACKWARD_PARAMS),
+        ("HopperPreciseForwardParams", structs.HOPPER_PRECISE_FORWARD_PARAMS),
+        ("HopperPreciseBackwardParams", structs.HOPPER_PRECISE_BACKWARD_PARAMS),
+    ):
+        compile_twins(same_struct(name, dtype, NESTED, derived=True), "sm90/precise_params.cuh")
+    twins = {"Halves": structs.HALVES, "Scales": structs.SCALES}
+    compile_twins([x for name, dtype in twins.items() for x in same_struct(name, dtype, NESTED)], "precise/params.cuh")
     twins = {"Lengths": structs.LENGTHS, "Cleared": structs.CLEARED, "SegmentsParams": structs.SEGMENTS_PARAMS}
     lines = [line for name, dtype in twins.items() for line in same_struct(name, dtype, NESTED)]
     lines.append(f"static_assert(sizeof(cupyflash::Segment) == {4 * structs.SEGMENT_WORDS});")
@@ -352,6 +363,7 @@ SPECS = (
     *(spec.HopperBackwardSpec, spec.HopperKeysSpec, spec.HopperQueriesSpec, spec.PrepareSpec, spec.SinkSpec),
     *(spec.BiasGradientSpec, spec.HopperBiasGradientSpec, spec.BiasSumSpec),
     *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
+    *(spec.SplitSpec, spec.HopperPreciseSpec, spec.HopperPreciseKeysSpec, spec.HopperPreciseQueriesSpec),
     spec.ModGradientSpec,
 )
 
@@ -460,6 +472,8 @@ def group_products(variant):
     The first or the last tile is outside of the loop, the others are in it.
     """
     s = variant.spec
+    if variant.template == "hopper_precise_forward":  # three products of halves each
+        return 3 * (s.head_dim // 16), 3 * (s.block_k // 16)
     if variant.template == "hopper_forward":
         return 2 * (s.head_dim // 16), 2 * (s.block_k // 16)
     if variant.template == "hopper_backward":  # S and dP twice, and dq
@@ -467,6 +481,11 @@ def group_products(variant):
         return (width + 2 * keys) // 16, 2 * (s.block_q // 16)
     if variant.template == "hopper_bias_gradient":
         return (s.head_dim + s.head_dim_v) // 16, 0
+    if variant.template in ("hopper_precise_keys", "hopper_precise_queries"):  # three products of halves each
+        scores, parts = 3 * (s.head_dim + s.head_dim_v) // 16, 1  # dq in one part, dk and dv in parts of 64 columns
+        if variant.template == "hopper_precise_keys":
+            parts = sum(-(-n // 64) for n in (s.head_dim, s.head_dim_v))
+        return scores, 3 * parts * 64 // 16
     if variant.template == "hopper_queries":
         return 2 * (s.head_dim + s.head_dim_v) // 16, 2 * (64 // 16)
     if variant.template == "hopper_keys":
@@ -624,6 +643,22 @@ def test_precise_kernels_fit(arch, dtype, precision, head_dims):
         assert registers <= 65536, f"{about} does not fit the register file"
         found, opcode = instructions(report.cubin)[0], DMMA if dtype == "float64" else HMMA
         assert found[opcode] == precise_products(variant, int(arch[3:])), f"{about} multiplies elsewhere"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (33, 96), (96, 40)])
+def test_halves_fit(head_dim, head_dim_v):
+    problem = Problem("float32", 1, 300, 300, 1, 1, head_dim, head_dim_v, 1.0)
+    variants = [precise.hopper_forward(problem, access) for access in (16, 4)]
+    variants += [variant for access in (16, 4) for variant in precise.hopper_backward(problem, access)]
+    for report in assert_fits(variants, "sm_90"):
+        found, about = instructions(report.cubin)[0], report.variant.expression
+        assert report.registers == registers_to_share(report.variant), f"{about} has fewer than its roles take"
+        products = tuple(found[opcode] for opcode in HGMMA)
+        assert products == group_products(report.variant), f"{about} multiplies elsewhere"
+    for report in assert_fits([x for access in (16, 4) for x in precise.split(access, access == 4)], "sm_90"):
+        spec = report.variant.spec
+        assert report.registers * spec.threads * spec.blocks_per_sm <= 65536, "does not fit the register file"
 
 
 @needs_nvrtc

@@ -82,6 +82,8 @@ STRUCTS = {
     ),
     "precise/forward.cuh": structs.PRECISE_FORWARD_PARAMS,
     "precise/backward.cuh": structs.PRECISE_BACKWARD_PARAMS,
+    "sm90/precise_forward.cuh": structs.HOPPER_PRECISE_FORWARD_PARAMS,
+    "sm90/precise_backward.cuh": structs.HOPPER_PRECISE_BACKWARD_PARAMS,
     "sm80/mod_gradient.cuh": structs.BACKWARD_PARAMS,
 }
 MULTIPROCESSORS, STREAM = 132, 77
@@ -89,6 +91,8 @@ MULTIPROCESSORS, STREAM = 132, 77
 
 def struct_of(variant):
     """What the kernel reads, its functions of the user included, where it looks for them."""
+    if variant.header == "precise/split.cuh":
+        return structs.HALVES_BACKWARD_PARAMS if variant.spec.backward else structs.HALVES_FORWARD_PARAMS
     dtype = STRUCTS[variant.header]
     if variant.mods is None:
         return dtype
@@ -340,6 +344,8 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     on_hopper = on_hopper and copyable(*(arrays[name] for name in "qkv"))
     on_hopper = on_hopper and all(map(readable, of_logits(problem, arrays).values()))
     main = ("precise_forward" if shape.dtype in precise.ITEM else "hopper_forward" if on_hopper else "forward",)
+    if by_halves(gpu, problem):
+        main = ("hopper_precise_forward", *main)
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, keywords.get("block_mask"))
     check(gpu, call)
     return call
@@ -363,10 +369,17 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
         main = ("hopper_keys", "hopper_queries") if choose.split(problem, deterministic) else ("hopper_backward",)
     if shape.dtype in precise.ITEM:
         main = ("precise_keys", "precise_queries")
+        if by_halves(gpu, problem):
+            main = ("hopper_precise_keys", "hopper_precise_queries", *main)
     blocks = keywords.get("block_mask")
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, blocks, deterministic)
     check(gpu, call)
     return call
+
+
+def by_halves(gpu, problem):
+    """Whether float32 is split, whatever its layout."""
+    return gpu.path == "sm90" and not gpu.refuses and precise.by_halves(problem)
 
 
 def copyable(*arrays):
@@ -396,14 +409,21 @@ def check(gpu, call):
         order += kernels_of_dbias(call)
         order += ["add_bias_gradients"] if call.launched[-1].params["dbias"]["parts"] > 1 else []
         order += ["mod_gradient"] if call.problem.mods and call.problem.mods.tracked else []
+    halved = call.main[0].startswith("hopper_precise")
+    if halved:
+        order = ["find_largest", "split_rows", *order]
     assert [one.variant.template for one in call.launched] == order
     for one in call.launched:
         check_launch(gpu, call, one, packed)
     for one in call.launched:
         check_params(call, one.params)
         check_logits(call, one)
-        if one.variant.template.startswith("hopper"):
+        if one.variant.template.startswith("hopper_precise"):
+            check_halves(gpu, call, one)
+        elif one.variant.template.startswith("hopper"):
             check_maps(call, one)
+    if not halved and "only_if" in call.launched[-1].params.dtype.names:
+        assert call.launched[-1].params["only_if"] == 0
     if "dq" in call.arrays:
         check_workspace(gpu, call, packed)
     elif call.main == ("hopper_forward",):
@@ -481,6 +501,11 @@ ALIGNED = {  # arrays that a kernel reads or writes `access` bytes at once
     "hopper_queries": ("dq",),
     "bias_gradient": ("q", "k", "v", "dout"),
     "precise_forward": ("q", "k", "v", "out"),
+    "hopper_precise_forward": ("out",),
+    "hopper_precise_keys": ("dk", "dv"),
+    "hopper_precise_queries": ("dq",),
+    "find_largest": ("q", "k", "v"),
+    "split_rows": ("q", "k", "v"),
     "precise_keys": ("q", "k", "v", "dout", "dk", "dv"),
     "precise_queries": ("q", "k", "v", "dout", "dq"),
     "prepare_backward": ("dout", "out"),
@@ -492,7 +517,7 @@ ALIGNED = {  # arrays that a kernel reads or writes `access` bytes at once
 def check_access(call, one):
     """No access lies across the end of a row or off its alignment; float32 goes out element by element."""
     access = one.spec.access
-    for name in ALIGNED[one.variant.template]:
+    for name in ALIGNED[one.variant.template] + (("dout",) if getattr(one.spec, "backward", False) else ()):
         x = call.arrays[name]
         if x.dtype == np.float32 != call.arrays["q"].dtype and one.variant.template in call.main:
             continue
@@ -510,8 +535,12 @@ def check_blocks(call, one):
         "sink_gradient": lambda: problem.heads_q,
         "precise_forward": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
         "precise_delta": lambda: tiles(pairs_q * problem.seqlen_q, spec.warps),
-        "precise_keys": lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k),
-        "precise_queries": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
+        **dict.fromkeys(
+            ("precise_keys", "hopper_precise_keys"), lambda: pairs_k * tiles(problem.seqlen_k, spec.block_k)
+        ),
+        **dict.fromkeys(
+            ("precise_queries", "hopper_precise_queries"), lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q)
+        ),
         "mod_gradient": lambda: pairs_q * tiles(problem.seqlen_q, spec.block_q),
     }
     if template in exact:
@@ -523,6 +552,9 @@ def check_blocks(call, one):
         assert spec.head_dim % spec.finished_cols == 0
         warps = pairs_q * tiles(problem.seqlen_q, 16) * spec.head_dim // spec.finished_cols
         assert one.blocks == tiles(warps, spec.warps)
+    elif template in ("find_largest", "split_rows"):  # they share all vectors
+        vectors = max(problem.batch * seqlen * heads for seqlen, heads in rows_and_heads(problem))
+        assert one.blocks == min(MULTIPROCESSORS * spec.blocks_per_sm, tiles(vectors, spec.warps))
     elif template in ("bias_gradient", "hopper_bias_gradient"):
         check_sums(call, one)
     elif template == "add_bias_gradients":
@@ -530,6 +562,10 @@ def check_blocks(call, one):
         assert one.blocks == tiles(call.arrays["dbias"].size, 32)
     else:
         check_order(call, one)
+
+
+def rows_and_heads(problem):
+    return (problem.seqlen_q, problem.heads_q), (problem.seqlen_k, problem.heads_k)
 
 
 def check_order(call, one):
@@ -540,6 +576,9 @@ def check_order(call, one):
         assert params["queries"] == 64 // group
         order, heads, at_once = params["order"], problem.heads_q // group, spec.teams
         count = tiles(problem.seqlen_q, spec.block_q // 64 * (64 // group))
+    elif template == "hopper_precise_forward":
+        order, heads, at_once = params["order"], problem.heads_q, 1
+        count = tiles(problem.seqlen_q, spec.block_q)
     elif template == "hopper_queries":
         order, heads, at_once = params["queries"], problem.heads_q, 1
         count = tiles(problem.seqlen_q, spec.block_q)
@@ -665,7 +704,7 @@ def check_logits(call, one):
     """Maps where Hopper's copy engine reads bias and mask."""
     given = of_logits(call.problem, call.arrays)
     for name in OF_LOGITS:
-        if one.variant.template.startswith("hopper"):
+        if one.variant.template.startswith("hopper") and "precise" not in one.variant.template:
             record = one.params[f"{name}_map" if "dq" in call.arrays else name]
             check_logit_map(call, one.spec, record, given.get(name))
 
@@ -760,6 +799,35 @@ def check_maps(call, one):
         assert words[: ADDRESS_WORD + 1].tolist() == expected, name
 
 
+def check_halves(gpu, call, one):
+    """Room for two float16 of each padded number, maps of it, and a flag among scales that begin with 0."""
+    spec, params, halves = one.spec, one.params, one.params["halves"]
+    names = ("q", "k", "v", "dout") if "dq" in call.arrays else ("q", "k", "v")
+    scales = gpu.allocated(halves["scales"])
+    assert scales.dtype == np.uint32 and not scales.any() and scales.nbytes == structs.SCALES.itemsize
+    assert params["only_if"] == halves["scales"] + structs.SCALES.fields["wide"][1]
+    room, start = gpu.allocated(halves["q"]), halves["q"]
+    rows = dict.fromkeys(names, 64)
+    if one.variant.template == "hopper_precise_forward":
+        rows |= dict.fromkeys(("k", "v"), spec.block_k)
+    for name in names:
+        batch, seqlen, heads, head_dim = call.arrays[name].shape
+        width = 2 * (64 if head_dim <= 64 else 128)
+        assert halves[name] == start and start % 16 == 0, name
+        assert head_dim <= (spec.head_dim if name in "qk" else spec.head_dim_v) <= width // 2
+        kind, strides = tensor_map.ELEMENT_TYPES["float16"], [2 * width * n for n in (1, heads, seqlen * heads)]
+        expected = [kind, width, heads, seqlen, batch, *strides, 64, 1, rows[name], 1, start]
+        words = params[f"{name}_map"]
+        for axis, n in ((5, heads), (6, seqlen), (7, batch)):  # steps of axes with one entry mean nothing
+            if n == 1:
+                expected[axis] = words[axis]
+        assert words[: ADDRESS_WORD + 1].tolist() == expected, name
+        start += 2 * batch * seqlen * heads * width
+    assert start == halves["q"] + room.nbytes and room.dtype == np.float16
+    if "dq" not in call.arrays:
+        assert halves["dout"] == 0
+
+
 def check_workspace(gpu, call, packed):
     """Large enough for what the kernels index, and counters of turns begin with 0."""
     problem, by_name = call.problem, {one.variant.template: one.spec for one in call.launched}
@@ -802,6 +870,15 @@ SHAPES += [
     Shape(128, 128, 1, 200, 600, 2, 2, "float16"),  # not split
     Shape(16, 16, 2, 500, 600, 28, 14),  # more tiles than multiprocessors, which are not whole heads
     Shape(64, 64, 1, 1, 1, 1, 1),
+]
+
+
+LONG_SHAPES = [  # that Hopper splits in float32, or just not
+    Shape(d, dv, batch, seqlen_q, seqlen_k, 4, 2)
+    for d, dv, batch, seqlen_q, seqlen_k in (
+        *((64, 64, 2, 256, 300), (128, 128, 1, 300, 256), (96, 40, 2, 400, 300), (40, 71, 1, 1000, 2000)),
+        *((64, 64, 2, 255, 300), (128, 128, 2, 300, 255), (129, 64, 1, 300, 300), (64, 129, 1, 300, 300)),
+    )
 ]
 
 
@@ -891,7 +968,7 @@ def test_bias_and_mask(gpu, shape, layout, bias, mask):
 @pytest.mark.parametrize("gpu", ["8.6", "9.0"], indirect=True)
 @pytest.mark.parametrize("options", [{}, {"scale": -0.3, "window": (20, 30)}], ids=["none", "window"])
 @pytest.mark.parametrize("dtype", precise.ITEM)
-@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES + LONG_SHAPES, ids=name_of)
 def test_wide_dtypes(gpu, shape, dtype, options):
     shape = replace(shape, dtype=dtype)
     precisions = [{}] if dtype == "float64" else [{}, {"precision": "tf32"}]
@@ -1024,14 +1101,18 @@ def test_functions_of_the_user(gpu, shape, reads, options):
 
 @pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("shape", [Shape(), Shape(256, 256)], ids=name_of)
-def test_a_driver_that_refuses(gpu, shape, late):
+@pytest.mark.parametrize(
+    "shape, options",
+    [(Shape(), {"sink": True}), (Shape(256, 256), {"sink": True}), (replace(LONG_SHAPES[0], dtype="float32"), {})],
+    ids=str,
+)
+def test_a_driver_that_refuses(gpu, shape, options, late):
     """All maps or, late, those of these arrays: the portable kernels take the call."""
     if late:
         tensor_map.address_word()
     gpu.refuses = True
-    forward(gpu, shape, OPTIONS["sink"])
-    backward(gpu, shape, OPTIONS["sink"])
+    forward(gpu, shape, options)
+    backward(gpu, shape, options)
 
 
 @both_paths
@@ -1062,6 +1143,17 @@ def test_a_graph_keeps_what_it_needs(gpu, capturing):
     scattered = array((2, 70, 64, 4), tools.DTYPES["bfloat16"]).swapaxes(2, 3)
     cupyflash.attention(scattered, *[array(scattered.shape, scattered.dtype) for _ in "kv"])
     assert len(gpu.temporaries) == 5 and gpu.launched[-1].params["sizes"]["head_dim"] == 64
+    assert {x.ctypes.data for x in launch._kept_for_graphs} == (
+        {x.ctypes.data for x in gpu.temporaries} if capturing else set()
+    )
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_graph_keeps_halves(gpu, capturing):
+    gpu.capturing = capturing
+    forward(gpu, replace(LONG_SHAPES[0], dtype="float32"), {}, lse=False)
+    assert len(gpu.temporaries) == 2
     assert {x.ctypes.data for x in launch._kept_for_graphs} == (
         {x.ctypes.data for x in gpu.temporaries} if capturing else set()
     )

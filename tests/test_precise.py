@@ -1,11 +1,12 @@
 """float32 and float64 on the GPU: how exact they are, shapes and layouts, and what is chosen and refused."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import tools
-from tools import LAYOUTS, check, inputs, laid_out
+from tools import LAYOUTS, check, inputs, laid_out, same_bits
 
 import cupyflash
 from cupyflash import checks, choose, precise
@@ -67,6 +68,40 @@ def test_products():
         variants = precise.forward(one, 16, LIMITS[-1]), *precise.backward(one, 16, LIMITS[-1])[1:]
         assert {variant.spec.products for variant in variants} == {products}
     assert precise.forward(problem("float64", 64), 16, LIMITS[-1]).spec.products == 1
+
+
+@pytest.mark.parametrize(
+    "expected, change",
+    [
+        (True, {}),
+        (True, {"head_dim": 128, "head_dim_v": 1, "right": 0}),
+        (False, {"dtype": "float64"}),
+        (False, {"dtype": "bfloat16"}),
+        (False, {"precision": "tf32"}),
+        (False, {"head_dim": 129}),
+        (False, {"head_dim_v": 129}),
+        (False, {"seqlen_q": precise.HALVES_LENGTH - 1}),
+        (False, {"seqlen_k": precise.HALVES_LENGTH - 1}),
+    ],
+    ids=str,
+)
+def test_what_is_split(expected, change):
+    n = precise.HALVES_LENGTH
+    assert precise.by_halves(replace(Problem("float32", 1, n, n, 2, 1, 64, 64, 1.0), **change)) == expected
+
+
+def test_every_head_dim_fits_as_halves():
+    for d, dv in itertools.product(range(1, 129), repeat=2):
+        spec = precise.hopper_forward(problem("float32", d, dv), 16).spec
+        assert d <= spec.head_dim <= precise.padded(d) and spec.head_dim % 16 == 0
+        assert dv <= spec.head_dim_v <= precise.padded(dv) and spec.head_dim_v in precise.HOPPER_DIMS_V
+        assert spec.shared_bytes + 1024 <= choose.SHARED_LIMIT[90], "barriers and what the system takes"
+        assert spec.access == 8
+        for spec in (variant.spec for variant in precise.hopper_backward(problem("float32", d, dv), 16)):
+            for used, width in ((spec.head_dim, d), (spec.head_dim_v, dv)):
+                assert width <= used <= precise.padded(width) and used % 16 == 0
+            assert spec.shared_bytes + 2048 <= choose.SHARED_LIMIT[90], "barriers, lse and delta too"
+            assert spec.access == 8
 
 
 # --- What is refused
@@ -192,6 +227,106 @@ def test_finite_differences(precise, options):
             arrays[name] = original
             slope, expected = (losses[1] - losses[0]) / (2 * step), float((gradient * way).sum())
             assert abs(slope - expected) <= 1e-7 * max(1, abs(expected)), (name, seed)
+
+
+# --- Numbers as two float16
+
+
+def by_both(halves, monkeypatch, call):
+    """What `call` gives by Hopper's kernels of halves, and by the portable ones."""
+    results = []
+    for length in (1, 1 << 30):
+        monkeypatch.setattr(precise, "HALVES_LENGTH", length)
+        halves.module._plans.clear()
+        results.append(call())
+    return results
+
+
+def scaled_rows(which, factor):
+    """Of q, k, v or dout: some rows times `factor`, which may be another number."""
+
+    def change(arrays):
+        arrays[which] = arrays[which].copy()
+        arrays[which][0, 3:200:7] *= np.float32(factor)
+        return arrays
+
+    return change
+
+
+def times(*factors):
+    return lambda arrays: [x * np.float32(factor) for x, factor in zip(arrays, factors)]
+
+
+NAMES = ("q", "k", "v", "dout")
+SPLIT = {
+    "normal": times(1, 1, 1, 1),
+    "small": times(1e-25, 1e-25, 1e-12, 1e-12),
+    "large": times(1e15, 1e-15, 1e20, 1),
+    "zeros": times(1, 0, 1, 1),
+    **{f"{name} times {n}": scaled_rows(i, n) for i, name in enumerate(NAMES) for n in (0, 2.0**-12, 2.0**12)},
+}
+TOO_WIDE = {
+    f"{name} times {n}": scaled_rows(i, n)
+    for i, name in enumerate(NAMES)
+    for n in (2.0**-24, 2.0**24, 1e-36, np.nan, np.inf, -np.inf)
+}
+OF_FORWARD = [name for name in TOO_WIDE if "dout" not in name]
+TOO_WIDE |= {"v and dout small": times(1, 1, 1e-20, 1e-20), "v and dout large": times(1, 1, 1e15, 1e15)}
+
+
+@pytest.mark.parametrize("change", SPLIT.values(), ids=SPLIT)
+def test_numbers_that_split(halves, monkeypatch, change):
+    x = inputs(halves, 300, 400, heads_q=4, heads_k=2)
+    q, k, v, dout = change([*x.qkv, x.dout])
+    (out, lse), (portable, _) = by_both(
+        halves, monkeypatch, lambda: cupyflash.attention(q, k, v, causal=True, return_lse=True)
+    )
+    assert not same_bits(out, portable), "not computed as halves"
+    gradients, portable = by_both(
+        halves, monkeypatch, lambda: cupyflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    )
+    assert not same_bits(gradients.dv, portable.dv), "not computed as halves"
+    halves.activate(monkeypatch)
+    check(halves, q, k, v, dout, causal=True)
+
+
+@pytest.mark.parametrize("name", TOO_WIDE)
+def test_numbers_that_do_not_split(halves, monkeypatch, name):
+    """The portable kernels run instead: nothing that two float16 lack is lost, NaN and inf stay where they belong."""
+    x = inputs(halves, 300, 400, heads_q=4, heads_k=2)
+    q, k, v, dout = TOO_WIDE[name]([*x.qkv, x.dout])
+    by_halves, portable = by_both(halves, monkeypatch, lambda: cupyflash.attention(q, k, v, return_lse=True))
+    assert name not in OF_FORWARD or all(map(same_bits, by_halves, portable))
+    by_halves, portable = by_both(
+        halves, monkeypatch, lambda: cupyflash.attention_backward(dout, q, k, v, *portable, dlse=x.dlse)
+    )
+    assert all(map(same_bits, by_halves[:3], portable[:3]))
+
+
+def test_graph_of_halves(halves):
+    """Each replay looks anew at how large the numbers are."""
+    cupy, x = halves.xp, inputs(halves, 300, 400)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        original = x.k.copy()
+        cupyflash.attention(*x.qkv)
+        stream.begin_capture()
+        out = cupyflash.attention(*x.qkv)
+        graph = stream.end_capture()
+        for factor in (1, 2.0**12, np.nan, 1):
+            x.k[...] = original
+            x.k[0, 7] *= np.float32(factor)
+            graph.launch(stream)
+            stream.synchronize()
+            assert same_bits(out.copy(), cupyflash.attention(*x.qkv))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 30)}], ids=str)
+def test_more_tiles_than_multiprocessors(halves, options, head_dim):
+    """Blocks that go from tile to tile."""
+    x = inputs(halves, 600, 700, heads_q=32, heads_k=8, head_dim=head_dim)
+    check(halves, *x.qkv, x.dout, **options)
 
 
 # --- Shapes and layouts

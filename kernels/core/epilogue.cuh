@@ -18,6 +18,9 @@ __device__ __forceinline__ void store_direct(const Accumulator<kCols>& acc, cons
       if constexpr (sizeof(Out) == 2 && kAccess >= 4) {  // an even number of columns
         const int c = col + 8 * j + acc.col();
         if (c < m.cols) *reinterpret_cast<uint32*>(target + c) = Out::pack(acc.x[j][2 * half], acc.x[j][2 * half + 1]);
+      } else if constexpr (sizeof(Out) == 4 && kAccess >= 8) {
+        const int c = col + 8 * j + acc.col();
+        if (c < m.cols) *reinterpret_cast<float2*>(target + c) = {acc.x[j][2 * half], acc.x[j][2 * half + 1]};
       } else {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

@@ -243,6 +243,49 @@ struct PreciseDeltaSpec {  // of the kernel before both; a warp owns a row
   int item;
 };
 
+struct SplitSpec {  // of the kernels that split float32 into two float16
+  int warps;
+  int blocks_per_sm;
+  int access;  // bytes of one load: 16, 8 or 4
+  bool backward;
+
+  __device__ constexpr int operands() const { return backward ? 4 : 3; }
+};
+
+struct HopperPreciseSpec {   // of Hopper's forward of float32
+  int head_dim, head_dim_v;  // of a product: multiples of 16, and 64, 96 or 128
+  int block_k;
+  int groups;  // warpgroups, 64 rows each
+  int slots;   // tiles of K, and of V, in flight
+  int access;  // of the stores of out
+
+  __device__ constexpr int threads() const { return 128 * (groups + 1); }
+  __device__ constexpr int registers() const { return groups == 2 ? 240 : 160; }
+  __device__ constexpr int copying_registers() const { return groups == 2 ? 24 : 32; }
+};
+
+struct HopperPreciseKeysSpec {  // of its kernel of dk and dv of float32
+  int head_dim, head_dim_v;     // of a product: multiples of 32 up to 128
+  int groups;                   // warpgroups that compute, 64 keys each
+  int slots, slots_dout;        // tiles of q and of dout in flight
+  int access;                   // of the stores of dk and dv
+
+  __device__ constexpr int threads() const { return 128 * (groups + 1); }
+  __device__ constexpr int registers() const { return groups == 2 ? 240 : 160; }
+  __device__ constexpr int copying_registers() const { return groups == 2 ? 24 : 32; }
+};
+
+struct HopperPreciseQueriesSpec {  // of that of dq
+  int head_dim, head_dim_v;
+  int groups;          // 64 queries each
+  int slots, slots_v;  // tiles of k and of v in flight
+  int access;          // of the stores of dq
+
+  __device__ constexpr int threads() const { return 128 * (groups + 1); }
+  __device__ constexpr int registers() const { return groups == 2 ? 240 : 160; }
+  __device__ constexpr int copying_registers() const { return groups == 2 ? 24 : 32; }
+};
+
 // Hopper: whether a block starts with the registers that its roles share later. Else the last to take its part waits
 // forever.
 template <class HopperSpec>

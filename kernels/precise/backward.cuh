@@ -35,24 +35,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps) precise_delta(const __grid_c
   rows_of<Real>(p.delta, batch, head)[row * p.delta.row] = delta;
 }
 
-// What both kernels need of a query. The lse of one that does not exist, or that sees no key, is inf: its P is 0.
-template <class Real>
-struct Statistic {
-  Real lse, delta;
-
-  __device__ __forceinline__ static Statistic of(const BackwardParams& p, int batch, int head, int row) {
-    if (row >= p.sizes.seqlen_q) return {kInfinity, 0};
-    const Real lse = rows_of<Real>(p.lse, batch, head)[row * p.lse.row];
-    return {lse == -kInfinity ? Real(kInfinity) : lse, rows_of<Real>(p.delta, batch, head)[row * p.delta.row]};
-  }
-};
-
 template <class T, PreciseKeysSpec kSpec>
 __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
     precise_keys(const __grid_constant__ PreciseBackwardParams p) {
   using A = Arithmetic<T, kSpec.products>;
   using Real = typename A::Real;
   static_assert(sizeof(Real) == kSpec.item);
+  if (p.only_if != nullptr && *p.only_if == 0) return;
   constexpr int kThreads = 32 * kSpec.warps(), kAccess = kSpec.access;
   constexpr int kCols = kSpec.head_dim / kSpec.parts, kColsV = kSpec.head_dim_v / kSpec.parts;
   using KTile = WideTile<Real, kSpec.block_k, kSpec.head_dim>;
@@ -161,6 +150,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
   using A = Arithmetic<T, kSpec.products>;
   using Real = typename A::Real;
   static_assert(sizeof(Real) == kSpec.item);
+  if (p.only_if != nullptr && *p.only_if == 0) return;
   constexpr int kThreads = 32 * kSpec.warps(), kAccess = kSpec.access, kCols = kSpec.head_dim / kSpec.parts;
   using QTile = WideTile<Real, kSpec.block_q, kSpec.head_dim>;
   using DoutTile = WideTile<Real, kSpec.block_q, kSpec.head_dim_v>;

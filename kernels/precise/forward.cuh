@@ -16,6 +16,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
   using A = Arithmetic<T, kSpec.products>;
   using Real = typename A::Real;
   static_assert(sizeof(Real) == kSpec.item);
+  if (p.only_if != nullptr && *p.only_if == 0) return;
   constexpr int kThreads = 32 * kSpec.warps(), kAccess = kSpec.access, kRowTiles = kSpec.row_tiles;
   constexpr int kOutCols = kSpec.head_dim_v / kSpec.parts;
   using QTile = WideTile<Real, kSpec.block_q, kSpec.head_dim>;

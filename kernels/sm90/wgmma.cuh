@@ -83,6 +83,13 @@ struct Wgmma;
                    : OPERANDS_##N                                                                                  \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                          \
     }                                                                                                              \
+    __device__ __forceinline__ static void times(float (&d)[N / 8][4], const uint32 (&a)[4], uint64 b,             \
+                                                 int accumulate) {                                                 \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, " F ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." NAME \
+                   "." NAME " {" REGISTERS_##N "}, {" A ", " B ", " C ", " D "}, " E ", p, 1, 1, 1; }"             \
+                   : OPERANDS_##N                                                                                  \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                         \
+    }                                                                                                              \
   };
 WGMMA(float16, "f16", 64, "%32", "%33", "%34", "%35", "%36", "%37")
 WGMMA(bfloat16, "bf16", 64, "%32", "%33", "%34", "%35", "%36", "%37")

@@ -1,0 +1,51 @@
+// float32 as two float16: 2^e x = big + small, big the nearest float16, with 11 bits, small the rest, of which float16
+// keeps 11 bits, and nothing below 2^-25. One e for an array takes its largest |x| to 2^14 ... 2^15. A row whose
+// largest is at least 2^-18 of that has 22 bits in its largest numbers; where a row has less, `wide` is set, and the
+// kernels of precise/ compute everything. Products big big + big small + small big leave out 2^-22 of each term.
+#pragma once
+
+#include "any/ptx.cuh"
+#include "core/fragment.cuh"
+#include "precise/params.cuh"
+
+namespace cupyflash {
+
+struct float32;
+
+__device__ constexpr int padded(int head_dim) { return head_dim <= 64 ? 64 : 128; }  // columns of each half
+
+// e for an array whose largest |x| has these bits; both 2^e and 2^-e are normal numbers.
+__device__ __forceinline__ int exponent_of(uint32 largest) {
+  constexpr int kLargest = 126;  // of numbers this small, some are `wide`
+  return largest == 0 ? 0 : min(kLargest, 127 + 14 - int(largest >> 23));
+}
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32(127 + exponent) << 23); }
+
+// a * 2^exponent, finite, so that 0 times it is 0.
+__device__ __forceinline__ float finite_scale(double a, int exponent) {
+  constexpr float kMost = __builtin_bit_cast(float, 0x7f7fffff);
+  return fminf(fmaxf(static_cast<float>(ldexp(a, exponent)), -kMost), kMost);
+}
+
+// Two numbers as two pairs of float16.
+__device__ __forceinline__ void split(float low, float high, uint32& big, uint32& small) {
+  big = float16::pack(low, high);
+  const float2 rounded = float16::unpack(big);
+  small = float16::pack(low - rounded.x, high - rounded.y);
+}
+
+// Weights are at most e^5 (PreciseSoftmax::kSlack), so that 2^8 of them are a float16.
+constexpr int kWeightExponent = 8;
+
+// Columns 16 * step ... 16 * step + 15 of factor * acc as two A operands.
+template <int kCols>
+__device__ __forceinline__ void split_operand(const Accumulator<kCols>& acc, int step, float factor, uint32 (&big)[4],
+                                              uint32 (&small)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float* const pair = acc.x[2 * step + i / 2] + 2 * (i % 2);
+    split(factor * pair[0], factor * pair[1], big[i], small[i]);
+  }
+}
+
+}  // namespace cupyflash
