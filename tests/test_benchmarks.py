@@ -411,18 +411,45 @@ def test_standard_attention_in_cupy(causal, seqlens):
 # --- compare.py
 
 
-def test_regressions_of_asv_table():
+ASV_TABLE = """All benchmarks:
+
+| Change   | Before [aaaa] <main>   | After [bbbb]   | Ratio   | Benchmark (Parameter)  |
+|----------|------------------------|----------------|---------|------------------------|
+| +        | 5.75±0.9ms             | 11.2±1ms       | 1.95    | bench.slower(False, 4) |
+| !        | 5.75±0.9ms             | failed         | n/a     | bench.broken           |
+|          | n/a                    | n/a            | n/a     | bench.skipped          |
+|          | failed                 | failed         | n/a     | bench.never            |
+| *        | failed                 | 3.7±1ms        | n/a     | bench.repaired         |
+|          | 0                      | 0              | n/a     | bench.nothing          |
+|          | 6.41±0.9ms             | 6.70±0.9ms     | ~1.04   | bench.same             |
+| -        | 6.41±0.9ms             | 3.7±1ms        | 0.53    | bench.faster           |
+"""
+
+
+@pytest.mark.parametrize(
+    "names, code, words",
+    [
+        (["slower", "broken", "same", "faster"], 1, "worse by over 3% from HEAD to HEAD~1: 2 of 4"),
+        (["skipped", "never", "nothing", "same", "faster"], 0, "worse by over 3% from HEAD to HEAD~1: 0 of 3"),
+        (["same", "nothing"], 0, "nothing changed\n"),
+        (["skipped", "never", "repaired"], 2, "nothing ran on both commits; without a GPU: --bench Numpy"),
+        ([], 2, "nothing ran on both commits"),
+    ],
+)
+def test_what_asv_compared(monkeypatch, capsys, names, code, words):
+    pytest.importorskip("asv")
     import compare
 
-    text = """
-| Change   | Before [aaaa] <main>   | After [bbbb]   |   Ratio | Benchmark (Parameter) |
-|----------|------------------------|----------------|---------|-----------------------|
-| +        | 5.75±0.9ms             | 11.2±1ms       |    1.95 | bench.slower          |
-| !        | 5.75±0.9ms             | failed         |     n/a | bench.broken          |
-| -        | 6.41±0.9ms             | 3.7±1ms        |    0.53 | bench.faster          |
-"""
-    assert [row.split("|")[-2].strip() for row in compare.regressions(text)] == ["bench.slower", "bench.broken"]
-    assert compare.regressions("") == []
+    head, lines = ASV_TABLE.splitlines()[:4], ASV_TABLE.splitlines()[4:]
+    table = "\n".join([*head, *(line for line in lines if any(f"bench.{name}" in line for name in names))])
+    monkeypatch.setattr(compare, "output_of", lambda *command: command[-1].removesuffix("^{commit}"))
+    monkeypatch.setattr(compare, "compare", lambda *_: table if names else "")
+    assert compare.main(["HEAD", "HEAD~1"]) == code
+    printed = capsys.readouterr()
+    assert words in printed.out + printed.err
+    shown = [name for name in ("slower", "broken", "faster") if f"bench.{name}" in printed.out]
+    assert shown == [name for name in names if name in ("slower", "broken", "faster")]
+    assert not any(f"bench.{name}" in printed.out for name in ("skipped", "never", "nothing", "same"))
 
 
 def test_compare_names_a_commit_that_does_not_exist(capsys):
