@@ -16,8 +16,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
-
 import numpy as np
 import report
 from drawing import BLUE, DARK, RED, STYLES, finish, line, logarithmic, origin, over_lengths, panels, save, short

@@ -11,10 +11,7 @@ import argparse
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
 import output
 
