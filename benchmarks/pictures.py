@@ -300,7 +300,7 @@ def main(arguments=None):
         files = [first, *(file for file in others if file.exists())]
         try:
             figure = draw(*(json.loads(file.read_text()) for file in files))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             print(f"pictures.py: {name} cannot be drawn from {', '.join(map(str, files))}: {reason}", file=sys.stderr)
             return 2

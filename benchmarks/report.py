@@ -174,7 +174,7 @@ def main(arguments=None):
     try:
         result = json.loads(options.input.read_text())
         text = table(result)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         parser.error(f"--input {options.input}: no result of side_by_side.py can be read there: {reason}")
     if options.write:

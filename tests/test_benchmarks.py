@@ -549,6 +549,18 @@ def test_retrieval_is_learnt(tmp_path, capsys):
     assert result["steps"][0]["accuracy"] < 0.1
 
 
+def test_retrieval_without_gpu(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    import retrieval
+
+    assert retrieval.main(["--output", str(tmp_path / "x.json")]) == 2
+    printed = capsys.readouterr()
+    assert "needs a CUDA GPU for more than 4096 items; PyTorch finds none. On NumPy: --items 256" in printed.err
+    assert not printed.out and not list(tmp_path.iterdir())
+
+
 # --- training.py
 
 TINY = "--cpu --layers 2 --heads 2 --width 32 --vocabulary 128 --tokens 64 --rounds 1 --steps 2".split()
@@ -716,7 +728,14 @@ def test_what_would_be_lost_is_refused_before_it_is_measured(capsys, words, mess
 # --- report.py
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"cells": []}', '{"cells": {"d64": {}}}', '{"cells": {}}'])
+RATE_OF_0 = {"d64 full S512": {"tflops": {"cupyflash.fwd": 1, "fa2.fwd": 0}, "failed": {}}}
+RATE_OF_0 = {"gpu": "", "torch": "", "cudnn": 9, "dtype": "", "ceilings": {"bf16 matmul TFLOP/s": 1}, "cells": RATE_OF_0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "{", "[]", '{"cells": []}', '{"cells": {"d64": {}}}', '{"cells": {}}', json.dumps(RATE_OF_0)],
+)
 def test_report_of_no_result(tmp_path, capsys, text):
     import report
 
