@@ -85,7 +85,7 @@ def traffic(result):
             counted[name] = [(cell["seqlen"], moved(cell["measured"][pass_])) for cell in cells]
             line(axis, name, counted[name], handles)
             least = [(cell["seqlen"], cell["formula"][pass_] / 1e9) for cell in cells]
-            title = f"{STYLES[name][0]}, least by formula"
+            title = f"{STYLES[name][0]}, by formula"
             handles[title] = axis.plot(*zip(*least), ":", color=STYLES[name][1], linewidth=1.1)[0]
         (seqlen, low), (_, high) = counted["cupyflash"][-1], counted["standard"][-1]
         axis.annotate("", (seqlen, low), (seqlen, high), arrowprops=ARROW)

@@ -140,8 +140,10 @@ def test_traffic_end_to_end(monkeypatch, tmp_path, capsys):
     result = json.loads(output.read_text())
     assert [(cell["batch"], cell["seqlen"]) for cell in result["cells"]] == [(64, 1024), (64, 512)]
     assert result["cells"][1]["measured"]["cupyflash backward"] == {"read": 4800, "write": 3205, "kernels": 2}
-    lines = capsys.readouterr().out.splitlines()
+    *lines, _, paper = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and "(9.13)" in lines[2] and len({line.count("|") for line in lines}) == 1
+    assert paper.startswith("The FlashAttention paper, batch 64, seqlen 1024, ")
+    assert paper.endswith(": 40.3 and 4.4, ratio 9.2")
     pytest.importorskip("matplotlib")
     import pictures
 
@@ -728,8 +730,7 @@ def test_what_would_be_lost_is_refused_before_it_is_measured(capsys, words, mess
 # --- report.py
 
 
-RATE_OF_0 = {"d64 full S512": {"tflops": {"cupyflash.fwd": 1, "fa2.fwd": 0}, "failed": {}}}
-RATE_OF_0 = {"gpu": "", "torch": "", "cudnn": 9, "dtype": "", "ceilings": {"bf16 matmul TFLOP/s": 1}, "cells": RATE_OF_0}
+RATE_OF_0 = {"dtype": "bfloat16", "cells": {"d64 full S512": {"tflops": {"cupyflash.fwd": 1, "fa2.fwd": 0}}}}
 
 
 @pytest.mark.parametrize(
