@@ -747,6 +747,13 @@ def test_report_of_no_result(tmp_path, capsys, text):
     assert f"{path}: no result of side_by_side.py" in capsys.readouterr().err
 
 
+def test_readme_has_the_table_of_the_committed_result():
+    import report
+
+    text = report.table(json.loads((FOLDER / "side_by_side.json").read_text()))
+    assert f"{report.MARKS[0]}\n{text}\n{report.MARKS[1]}" in (tools.ROOT / "README.md").read_text()
+
+
 def test_report_writes_and_draws(monkeypatch, capsys, tmp_path):
     """Both, where both are asked for; and no point lies outside of its panel."""
     plots = pytest.importorskip("matplotlib.pyplot")
