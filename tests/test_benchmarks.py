@@ -420,6 +420,7 @@ ASV_TABLE = """All benchmarks:
 | +        | 5.75±0.9ms             | 11.2±1ms       | 1.95    | bench.slower(False, 4) |
 | !        | 5.75±0.9ms             | failed         | n/a     | bench.broken           |
 |          | n/a                    | n/a            | n/a     | bench.skipped          |
+|          | 5.75±0.9ms             | n/a            | n/a     | bench.gone             |
 |          | failed                 | failed         | n/a     | bench.never            |
 | *        | failed                 | 3.7±1ms        | n/a     | bench.repaired         |
 |          | 0                      | 0              | n/a     | bench.nothing          |
@@ -434,7 +435,7 @@ ASV_TABLE = """All benchmarks:
         (["slower", "broken", "same", "faster"], 1, "worse by over 3% from HEAD to HEAD~1: 2 of 4"),
         (["skipped", "never", "nothing", "same", "faster"], 0, "worse by over 3% from HEAD to HEAD~1: 0 of 3"),
         (["same", "nothing"], 0, "nothing changed\n"),
-        (["skipped", "never", "repaired"], 2, "nothing ran on both commits; without a GPU: --bench Numpy"),
+        (["skipped", "never", "repaired", "gone"], 2, "nothing ran on both commits; without a GPU: --bench Numpy"),
         ([], 2, "nothing ran on both commits"),
     ],
 )
