@@ -78,10 +78,16 @@ def check_bench(patterns):
             raise RuntimeError(f"--bench {pattern!r} finds no benchmark among {known}")
 
 
-def regressions(table):
-    """Lines of asv's table that say something got worse."""
-    rows = [line for line in table.splitlines() if line.startswith("|")]
-    return [row for row in rows if row.strip("| ").split("|")[0].strip() in WORSE]
+def compared(table):
+    """The head of asv's table, and mark and line of what ran on the first commit and was not skipped on the second."""
+    head, rows = [], []
+    for line in (line for line in table.splitlines() if line.startswith("|")):
+        mark, before, after, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        if len(head) < 2:
+            head.append(line)
+        elif before not in ("n/a", "failed") and after != "n/a":
+            rows.append((mark, line))
+    return head, rows
 
 
 def compare(old, new, options, folder):
@@ -106,7 +112,7 @@ def compare(old, new, options, folder):
                 ["git", "worktree", "remove", "--force", str(folder / commit)], cwd=HERE, capture_output=True
             )
     factor = str(options.factor)
-    done = asv(configs[new], "compare", "--factor", factor, "--only-changed", "--sort", "ratio", old, new, capture=True)
+    done = asv(configs[new], "compare", "--factor", factor, "--sort", "ratio", old, new, capture=True)
     if done.returncode:
         raise RuntimeError(f"asv compare failed with exit code {done.returncode}")
     return done.stdout
@@ -134,15 +140,19 @@ def main(arguments=None):
             raise RuntimeError(f"{options.old} and {options.new} are the same commit, {old[:8]}")
         with tempfile.TemporaryDirectory() as folder:
             table = compare(old, new, options, Path(folder))
+        head, rows = compared(table)
+        if not rows:
+            raise RuntimeError("nothing ran on both commits; without a GPU: --bench Numpy --bench Build")
     except subprocess.CalledProcessError as error:
         print(f"compare.py: {' '.join(error.cmd)}: {error.stderr.strip()}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2
-    worse = regressions(table)
-    print(table.strip() or "nothing changed")
-    print(f"{len(worse)} regressions over {options.factor - 1:.0%} from {old[:8]} to {new[:8]}")
+    changed = [line for mark, line in rows if mark]
+    print("\n".join([*head, *changed] if changed else ["nothing changed"]))
+    worse = sum(mark in WORSE for mark, _ in rows)
+    print(f"worse by over {options.factor - 1:.0%} from {old[:8]} to {new[:8]}: {worse} of {len(rows)}")
     return 1 if worse else 0
 
 

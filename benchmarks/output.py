@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
+
+from cupyflash.roofline_report import file, picture
 
 PACKAGES = (
     *("cupyflash", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
@@ -40,29 +43,6 @@ def lacks(what):
     """End the script, which cannot run without ``what``: the message names both."""
     print(f"{Path(sys.argv[0]).name}: {what}", file=sys.stderr)
     sys.exit(2)
-
-
-def file(text):
-    """A path to write to, from the command line: what is wrong with it is said before the measurement."""
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is in no folder that exists")
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder")
-    return path
-
-
-def picture(text):
-    """The same, with a suffix that Matplotlib knows, where there is Matplotlib."""
-    path = file(text)
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        return path  # check_plot says so
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in known:
-        raise argparse.ArgumentTypeError(f"{text!r} has the suffix {path.suffix!r}; allowed: {', '.join(known)}")
-    return path
 
 
 def add_arguments(parser, script):

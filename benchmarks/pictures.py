@@ -16,8 +16,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
-
 import numpy as np
 import report
 from drawing import BLUE, DARK, RED, STYLES, finish, line, logarithmic, origin, over_lengths, panels, save, short
@@ -87,7 +85,7 @@ def traffic(result):
             counted[name] = [(cell["seqlen"], moved(cell["measured"][pass_])) for cell in cells]
             line(axis, name, counted[name], handles)
             least = [(cell["seqlen"], cell["formula"][pass_] / 1e9) for cell in cells]
-            title = f"{STYLES[name][0]}, least by formula"
+            title = f"{STYLES[name][0]}, by formula"
             handles[title] = axis.plot(*zip(*least), ":", color=STYLES[name][1], linewidth=1.1)[0]
         (seqlen, low), (_, high) = counted["cupyflash"][-1], counted["standard"][-1]
         axis.annotate("", (seqlen, low), (seqlen, high), arrowprops=ARROW)
@@ -302,7 +300,7 @@ def main(arguments=None):
         files = [first, *(file for file in others if file.exists())]
         try:
             figure = draw(*(json.loads(file.read_text()) for file in files))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__}: {error}"
             print(f"pictures.py: {name} cannot be drawn from {', '.join(map(str, files))}: {reason}", file=sys.stderr)
             return 2

@@ -22,8 +22,6 @@ try:
 except ImportError:
     output.lacks('CuPy is missing; pip install "cupyflash[cuda13]"')
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
-
 import cupyflash
 from cupyflash import reference, timing
 from cupyflash.roofline_report import count

@@ -11,10 +11,7 @@ import argparse
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
 import output
 
@@ -177,7 +174,7 @@ def main(arguments=None):
     try:
         result = json.loads(options.input.read_text())
         text = table(result)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         parser.error(f"--input {options.input}: no result of side_by_side.py can be read there: {reason}")
     if options.write:

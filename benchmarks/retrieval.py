@@ -12,8 +12,8 @@ of the answers are right: 4096 sequences of 16 items, ..., one of 65,536. At the
 down to 0. The score is that on sequences never seen.
 
 Two layers of 8 heads of 32 in bfloat16: for each of them standard attention keeps 69 GB of weights, and makes 69 GB of
-scores to get them. One step with it is tried before. Without a GPU the same runs on NumPy, in float32: with
---items 256 --tokens 4096 it takes about a minute.
+scores to get them. One step with it is tried before. Without a GPU the same runs on NumPy, in float32, up to 4096
+items: with --items 256 --tokens 4096 it takes about a minute, on busy cores several.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ KEYS = SYMBOLS * SYMBOLS
 SHORTEST, GROWTH = 16, 4  # items of the first sequences, factor from one phase to the next
 LEARNT, PASSED = 0.95, 0.99  # accuracy that ends a phase; that of a run that passes
 WARM_UP = 30  # steps
+MOST_ON_NUMPY = 4096  # items: their number squared is what a step takes
 
 
 class Block(nn.Module):
@@ -175,6 +176,13 @@ def parse_arguments(arguments=None):
 def main(arguments=None):
     options = parse_arguments(arguments)
     gpu = torch.cuda.is_available()
+    if options.items > MOST_ON_NUMPY and not gpu:
+        print(
+            f"retrieval.py needs a CUDA GPU for more than {MOST_ON_NUMPY} items; PyTorch finds none. On NumPy: "
+            "--items 256 --tokens 4096 --output retrieval-numpy.json",
+            file=sys.stderr,
+        )
+        return 2
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     torch.manual_seed(options.seed)
     generator = torch.Generator(device).manual_seed(options.seed)

@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
 from output import command, file, lacks, versions, write
 from report import is_ours

@@ -1,4 +1,4 @@
-"""Standard attention in CuPy, as well as it can be done with all scores in memory; float16, heads before queries.
+"""Standard attention in CuPy, with all scores in memory and few kernels; float16, heads before queries.
 
 Over the seqlen^2 scores of a head the forward goes four times and the backward seven times, which is the least
 (`cupyflash.counts.standard`): the softmax reads a row a second time, but then it is in a cache. Products go to cuBLAS,

@@ -297,7 +297,7 @@ def main(arguments=None):
     if not torch.cuda.is_available() and not options.cpu:
         print(
             "training.py needs a CUDA GPU; PyTorch finds none. On NumPy: --cpu --layers 2 --heads 2 --width 32 "
-            "--vocabulary 128 --seqlens 32 --tokens 128",
+            "--vocabulary 128 --seqlens 32 --tokens 128 --output training-numpy.json",
             file=sys.stderr,
         )
         return 2

@@ -204,8 +204,8 @@ def roofline(q, k=None, v=None, /, *, causal=False, window=None, device=None, me
     Notes
     -----
     A prediction is a lower bound: it assumes full overlap of the resources, all multiprocessors at work all the time,
-    and takes from DRAM each byte once. The portable kernels ("sm80") are given 62.9 % of Hopper's tensor cores, which
-    is what ``mma.sync`` gets there.
+    and takes from DRAM each byte once, even where the L2 cache still holds it. The portable kernels ("sm80") are given
+    62.9 % of Hopper's tensor cores, which is what ``mma.sync`` gets there.
 
     Examples
     --------

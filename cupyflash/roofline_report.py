@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -74,7 +75,7 @@ def cells(*texts):
 
 
 def number(value):
-    return "" if value == 0 else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+    return "" if value == 0 else f"{value:.0f}" if 1000 <= value < 1e7 else f"{value:.3g}"
 
 
 def plot(found: Roofline, path) -> None:
@@ -108,6 +109,29 @@ def plot(found: Roofline, path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+
+
+def file(text: str) -> Path:
+    """Where a result can go, from the command line; said before anything is computed."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is in no folder that exists")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder")
+    return path
+
+
+def picture(text: str) -> Path:
+    """The same, with a suffix that Matplotlib knows, where there is Matplotlib."""
+    path = file(text)
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return path  # check_plot says so
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} has the suffix {path.suffix!r}; allowed: {', '.join(known)}")
+    return path
 
 
 def count(text: str) -> int:
@@ -145,7 +169,7 @@ def add_arguments(parser) -> None:
     parser.add_argument("--memory", type=rate, metavar="TB/s", help="the same")
     parser.add_argument("--exp", type=rate, metavar="T/s", help="the same, exponentials")
     parser.add_argument("--measure", action="store_true", help="measure ceilings and both passes on the GPU here")
-    parser.add_argument("--plot", metavar="FILE", help='draw the roofline; needs the extra "plot"')
+    parser.add_argument("--plot", type=picture, metavar="FILE", help='draw the roofline; needs the extra "plot"')
 
 
 def command(options) -> int:
@@ -159,7 +183,7 @@ def command(options) -> int:
     if options.plot:
         try:
             found.plot(options.plot)
-        except (OSError, ValueError) as error:  # of the folder, of the suffix
+        except OSError as error:
             print(f"roofline: --plot {options.plot}: {error}", file=sys.stderr)
             return 2
     return 0

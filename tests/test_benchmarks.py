@@ -140,8 +140,10 @@ def test_traffic_end_to_end(monkeypatch, tmp_path, capsys):
     result = json.loads(output.read_text())
     assert [(cell["batch"], cell["seqlen"]) for cell in result["cells"]] == [(64, 1024), (64, 512)]
     assert result["cells"][1]["measured"]["cupyflash backward"] == {"read": 4800, "write": 3205, "kernels": 2}
-    lines = capsys.readouterr().out.splitlines()
+    *lines, _, paper = capsys.readouterr().out.splitlines()
     assert len(lines) == 4 and "(9.13)" in lines[2] and len({line.count("|") for line in lines}) == 1
+    assert paper.startswith("The FlashAttention paper, batch 64, seqlen 1024, ")
+    assert paper.endswith(": 40.3 and 4.4, ratio 9.2")
     pytest.importorskip("matplotlib")
     import pictures
 
@@ -411,18 +413,46 @@ def test_standard_attention_in_cupy(causal, seqlens):
 # --- compare.py
 
 
-def test_regressions_of_asv_table():
+ASV_TABLE = """All benchmarks:
+
+| Change   | Before [aaaa] <main>   | After [bbbb]   | Ratio   | Benchmark (Parameter)  |
+|----------|------------------------|----------------|---------|------------------------|
+| +        | 5.75±0.9ms             | 11.2±1ms       | 1.95    | bench.slower(False, 4) |
+| !        | 5.75±0.9ms             | failed         | n/a     | bench.broken           |
+|          | n/a                    | n/a            | n/a     | bench.skipped          |
+|          | 5.75±0.9ms             | n/a            | n/a     | bench.gone             |
+|          | failed                 | failed         | n/a     | bench.never            |
+| *        | failed                 | 3.7±1ms        | n/a     | bench.repaired         |
+|          | 0                      | 0              | n/a     | bench.nothing          |
+|          | 6.41±0.9ms             | 6.70±0.9ms     | ~1.04   | bench.same             |
+| -        | 6.41±0.9ms             | 3.7±1ms        | 0.53    | bench.faster           |
+"""
+
+
+@pytest.mark.parametrize(
+    "names, code, words",
+    [
+        (["slower", "broken", "same", "faster"], 1, "worse by over 3% from HEAD to HEAD~1: 2 of 4"),
+        (["skipped", "never", "nothing", "same", "faster"], 0, "worse by over 3% from HEAD to HEAD~1: 0 of 3"),
+        (["same", "nothing"], 0, "nothing changed\n"),
+        (["skipped", "never", "repaired", "gone"], 2, "nothing ran on both commits; without a GPU: --bench Numpy"),
+        ([], 2, "nothing ran on both commits"),
+    ],
+)
+def test_what_asv_compared(monkeypatch, capsys, names, code, words):
+    pytest.importorskip("asv")
     import compare
 
-    text = """
-| Change   | Before [aaaa] <main>   | After [bbbb]   |   Ratio | Benchmark (Parameter) |
-|----------|------------------------|----------------|---------|-----------------------|
-| +        | 5.75±0.9ms             | 11.2±1ms       |    1.95 | bench.slower          |
-| !        | 5.75±0.9ms             | failed         |     n/a | bench.broken          |
-| -        | 6.41±0.9ms             | 3.7±1ms        |    0.53 | bench.faster          |
-"""
-    assert [row.split("|")[-2].strip() for row in compare.regressions(text)] == ["bench.slower", "bench.broken"]
-    assert compare.regressions("") == []
+    head, lines = ASV_TABLE.splitlines()[:4], ASV_TABLE.splitlines()[4:]
+    table = "\n".join([*head, *(line for line in lines if any(f"bench.{name}" in line for name in names))])
+    monkeypatch.setattr(compare, "output_of", lambda *command: command[-1].removesuffix("^{commit}"))
+    monkeypatch.setattr(compare, "compare", lambda *_: table if names else "")
+    assert compare.main(["HEAD", "HEAD~1"]) == code
+    printed = capsys.readouterr()
+    assert words in printed.out + printed.err
+    shown = [name for name in ("slower", "broken", "faster") if f"bench.{name}" in printed.out]
+    assert shown == [name for name in names if name in ("slower", "broken", "faster")]
+    assert not any(f"bench.{name}" in printed.out for name in ("skipped", "never", "nothing", "same"))
 
 
 def test_compare_names_a_commit_that_does_not_exist(capsys):
@@ -520,6 +550,18 @@ def test_retrieval_is_learnt(tmp_path, capsys):
     result = json.loads(output.read_text())
     assert result["accuracy"] > 0.99 and result["steps"][-1]["items"] == 64
     assert result["steps"][0]["accuracy"] < 0.1
+
+
+def test_retrieval_without_gpu(tmp_path, capsys):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    import retrieval
+
+    assert retrieval.main(["--output", str(tmp_path / "x.json")]) == 2
+    printed = capsys.readouterr()
+    assert "needs a CUDA GPU for more than 4096 items; PyTorch finds none. On NumPy: --items 256" in printed.err
+    assert not printed.out and not list(tmp_path.iterdir())
 
 
 # --- training.py
@@ -689,7 +731,13 @@ def test_what_would_be_lost_is_refused_before_it_is_measured(capsys, words, mess
 # --- report.py
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"cells": []}', '{"cells": {"d64": {}}}', '{"cells": {}}'])
+RATE_OF_0 = {"dtype": "bfloat16", "cells": {"d64 full S512": {"tflops": {"cupyflash.fwd": 1, "fa2.fwd": 0}}}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "{", "[]", '{"cells": []}', '{"cells": {"d64": {}}}', '{"cells": {}}', json.dumps(RATE_OF_0)],
+)
 def test_report_of_no_result(tmp_path, capsys, text):
     import report
 
@@ -698,6 +746,13 @@ def test_report_of_no_result(tmp_path, capsys, text):
         path.write_text(text)
     assert code_of(report.main, ["--input", str(path)]) == 2
     assert f"{path}: no result of side_by_side.py" in capsys.readouterr().err
+
+
+def test_readme_has_the_table_of_the_committed_result():
+    import report
+
+    text = report.table(json.loads((FOLDER / "side_by_side.json").read_text()))
+    assert f"{report.MARKS[0]}\n{text}\n{report.MARKS[1]}" in (tools.ROOT / "README.md").read_text()
 
 
 def test_report_writes_and_draws(monkeypatch, capsys, tmp_path):

@@ -362,12 +362,28 @@ def test_command_refuses(arguments, words, capsys):
     assert code == 2 and words in printed.err and not printed.out
 
 
-def test_a_plot_that_cannot_be_written_costs_no_table(capsys, tmp_path):
+@pytest.mark.parametrize("name, words", [("nowhere/x.png", "in no folder"), ("", "is a folder"), ("x.foo", "'.foo'")])
+def test_a_plot_that_cannot_be_written_is_refused_before_anything_is_measured(capsys, tmp_path, name, words):
     pytest.importorskip("matplotlib")
-    for file in (tmp_path / "nowhere" / "x.png", tmp_path / "x.foo"):
-        assert main(["roofline", "--device", "H100", "--plot", str(file)]) == 2
-        printed = capsys.readouterr()
-        assert "sm80 backward" in printed.out and f"--plot {file}: " in printed.err
+    with pytest.raises(SystemExit, match="2"):
+        main(["roofline", "--measure", "--plot", str(tmp_path / name)])
+    printed = capsys.readouterr()
+    assert words in printed.err and "argument --plot" in printed.err
+    assert not printed.out and "measuring" not in printed.err and not list(tmp_path.parent.glob("*.png"))
+
+
+def test_a_plot_that_fails_costs_no_table(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(cupyflash.roofline_report, "check_plot", lambda *_: None)
+    monkeypatch.setattr(cupyflash.roofline_report, "plot", lambda _, path: path.read_bytes())
+    assert main(["roofline", "--device", "H100", "--plot", str(tmp_path / "x.png")]) == 2
+    printed = capsys.readouterr()
+    assert "sm80 backward" in printed.out and "roofline: --plot " in printed.err
+
+
+def test_huge_numbers_keep_their_columns():
+    text = str(cupyflash.roofline(problem(2**29 - 1, batch=2**20), device="H200"))
+    rows = [line for line in text.splitlines() if line.startswith(("  standard ", "  sm")) and "million" not in line]
+    assert len(rows) == 12 and all(len(word) <= 9 for row in rows for word in row.split())
 
 
 @pytest.mark.parametrize("figure", [0, -1, float("nan"), float("inf")])
