@@ -257,12 +257,22 @@ def times(*factors):
     return lambda arrays: [x * np.float32(factor) for x, factor in zip(arrays, factors)]
 
 
+def sink(arrays):
+    """The first key has nearly all of the weight, and a value as small as what the others make together."""
+    q, k, v, dout = (x.copy() for x in arrays)
+    q[..., 0], k[..., 0] = 8, 0
+    k[:, 0] = 0
+    k[:, 0, :, 0], v[:, 0] = 17, v[:, 0] * np.float32(2.0**-14)
+    return q, k, v, dout
+
+
 NAMES = ("q", "k", "v", "dout")
 SPLIT = {
     "normal": times(1, 1, 1, 1),
     "small": times(1e-25, 1e-25, 1e-12, 1e-12),
     "large": times(1e15, 1e-15, 1e20, 1),
     "zeros": times(1, 0, 1, 1),
+    "sink": sink,
     **{f"{name} times {n}": scaled_rows(i, n) for i, name in enumerate(NAMES) for n in (0, 2.0**-12, 2.0**12)},
 }
 TOO_WIDE = {

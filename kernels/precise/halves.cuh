@@ -34,9 +34,6 @@ __device__ __forceinline__ void split(float low, float high, uint32& big, uint32
   small = float16::pack(low - rounded.x, high - rounded.y);
 }
 
-// Weights are at most e^5 (PreciseSoftmax::kSlack), so that 2^8 of them are a float16.
-constexpr int kWeightExponent = 8;
-
 // Columns 16 * step ... 16 * step + 15 of factor * acc as two A operands.
 template <int kCols>
 __device__ __forceinline__ void split_operand(const Accumulator<kCols>& acc, int step, float factor, uint32 (&big)[4],
@@ -46,6 +43,41 @@ __device__ __forceinline__ void split_operand(const Accumulator<kCols>& acc, int
     const float* const pair = acc.x[2 * step + i / 2] + 2 * (i % 2);
     split(factor * pair[0], factor * pair[1], big[i], small[i]);
   }
+}
+
+// Splits weights or dS, each row times the power of two that takes its largest number to 2^14 ... 2^15: however small a
+// row is, it keeps its bits. `down` takes the sums back.
+template <int kCols>
+__device__ __forceinline__ void split_by_row(Accumulator<kCols>& acc, uint32 (&big)[kCols / 16][4],
+                                             uint32 (&small)[kCols / 16][4], float (&down)[2]) {
+  float up[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float largest = 0;
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j)
+      largest = fmaxf(largest, fmaxf(fabsf(acc.x[j][2 * half]), fabsf(acc.x[j][2 * half + 1])));
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
+    const int exponent = exponent_of(__float_as_uint(largest));
+    up[half] = power_of_two(exponent), down[half] = power_of_two(-exponent);
+  }
+  acc.scale_rows(up[0], up[1]);
+#pragma unroll
+  for (int step = 0; step < kCols / 16; ++step) split_operand(acc, step, 1.f, big[step], small[step]);
+}
+
+// sum += factor of the row * part, from the column `col` on
+template <int kCols, int kPart>
+__device__ __forceinline__ void add(Accumulator<kCols>& sum, const Accumulator<kPart>& part, int col,
+                                    const float (&factor)[2]) {
+#pragma unroll
+  for (int j = 0; j < kPart / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float& x = sum.x[col / 8 + j][i];
+      x = fmaf(part.x[j][i], factor[i / 2], x);
+    }
 }
 
 }  // namespace cupyflash

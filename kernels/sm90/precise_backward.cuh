@@ -115,27 +115,6 @@ __device__ __forceinline__ void weigh(Accumulator<kTile>& scores, float scale, L
     for (int i = 0; i < 4; ++i) scores.x[j][i] = A::exp(scores.x[j][i]);
 }
 
-// Splits dS, each row times the power of two that takes its largest number to 2^14 ... 2^15: whatever dout and dlse
-// are, it keeps its bits. `down` takes the sums back.
-__device__ __forceinline__ void split_gradient(Accumulator<kTile>& ds, uint32 (&big)[kTile / 16][4],
-                                               uint32 (&small)[kTile / 16][4], float (&down)[2]) {
-  float up[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float largest = 0;
-#pragma unroll
-    for (int j = 0; j < kTile / 8; ++j)
-      largest = fmaxf(largest, fmaxf(fabsf(ds.x[j][2 * half]), fabsf(ds.x[j][2 * half + 1])));
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-    const int exponent = exponent_of(__float_as_uint(largest));
-    up[half] = power_of_two(exponent), down[half] = power_of_two(-exponent);
-  }
-  ds.scale_rows(up[0], up[1]);
-#pragma unroll
-  for (int step = 0; step < kTile / 16; ++step) split_operand(ds, step, 1.f, big[step], small[step]);
-}
-
 // Waits for the turn when the weights are there: the compiler would make them in the turn, while others wait. `zero` is
 // 0, which it does not know.
 template <int kGroups>
@@ -147,19 +126,6 @@ __device__ __forceinline__ void wait_with(const Turns<kGroups>& turns, const uin
 #pragma unroll
     for (int i = 0; i < 4; ++i) any |= small[step][i];
   Turns<kGroups>{turns.group + int(any & zero), turns.first}.wait();
-}
-
-// sum += factor of the row * part, from the column `col` on
-template <int kCols, int kPart>
-__device__ __forceinline__ void add(Accumulator<kCols>& sum, const Accumulator<kPart>& part, int col,
-                                    const float (&factor)[2]) {
-#pragma unroll
-  for (int j = 0; j < kPart / 8; ++j)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& x = sum.x[col / 8 + j][i];
-      x = fmaf(part.x[j][i], factor[i / 2], x);
-    }
 }
 
 template <class T, HopperPreciseKeysSpec kSpec>
@@ -281,7 +247,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     }
     douts.release();
     float down[2];
-    split_gradient(ds, big, small, down);
+    split_by_row(ds, big, small, down);
 #pragma unroll
     for (int col = 0; col < dk.kCols; col += kPart) {
       Accumulator<kPart> part;
@@ -383,7 +349,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       for (int i = 0; i < 4; ++i) ds.x[j][i] = prob.x[j][i] * fmaf(ds.x[j][i], unit_dp, -of_row[i / 2].delta);
     uint32 big[kTile / 16][4], small[kTile / 16][4];
     float down[2];
-    split_gradient(ds, big, small, down);
+    split_by_row(ds, big, small, down);
     Accumulator<dq.kCols> part;
     wait_with(turns, small, zero);
     keys.issue_sum(part, big, small, 0);
