@@ -101,8 +101,9 @@ def attention(
         give each call one of its own, and its gradients the same one.
     precision : {None, "highest", "tf32"}, default None
         Of float32 on a GPU. ``None`` is ``"highest"``: as exact as products in float32, by three products of TF32
-        or, on Hopper, of float16 each [7]_. ``"tf32"`` makes one of TF32, from numbers rounded to 11 bits: an error
-        of 1e-3 instead of 1e-6. The host always computes in float32. Other dtypes take no ``"tf32"``.
+        or, on Hopper, of float16 each [7]_. ``"tf32"`` allows one of TF32, from numbers rounded to 11 bits: an error
+        of 1e-3 instead of 1e-6. Where Hopper's three are faster, from lengths of 512 on, it changes nothing. The host
+        always computes in float32. Other dtypes take no ``"tf32"``.
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v), optional
         Where to write the result, with the dtype of ``q``, or float32 when that is float16 or bfloat16
         (partial results to be merged by `merge_attention` then lose nothing). It must share no memory with
