@@ -198,9 +198,9 @@ def attention(
 
     *Float32 on Hopper.* Where ``head_dim`` and ``head_dim_v`` are at most 128 and both lengths at least 256, each
     input, in the backward ``dout`` as well, is split into two float16 of each number. They take as much memory as
-    the inputs, padded to 64 or 128 columns, for the time of the call. Of elements below 2^-18 of the largest in
-    their array, multiples of its 2^-40th part remain; where that is so of all of a row, kernels that do not split
-    compute the call instead.
+    the inputs, padded to 64 or 128 columns, for the time of the call. An element may lose its last bit, and
+    those below 2^-17 of the largest in their array are off by up to 2^-39 of it. Where that is so of all of a row of
+    one head, or of a column in all rows and heads, kernels that do not split compute the call instead.
 
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
     (and such an ``out`` written through a copy), and so is ``q`` of 16 bits where ``scale`` is negative;

@@ -27,9 +27,9 @@ backward           at most 155; expected: 95 to 115 at d = 64, 100 to 125 at d =
                    at d = 64 half as many products, and 650 and 400 instructions, but three that take turns
 =================  =================================================================================================
 
-Where a row is so small beside the largest number of its array that small has no digits left for it, or a number is not
-finite, the kernels of halves return at once, and those of TF32, launched behind them, compute everything; otherwise
-these return.
+Where a row or a column is so small beside the largest number of its array that small has no digits left for it, or a
+number is not finite, the kernels of halves return at once, and those of TF32, launched behind them, compute everything;
+otherwise these return.
 
 Standard attention in float64 moves ``8 N^2`` bytes four times forward and seven times backward, beside its products 1.6
 and 1.1 times as long as these at d = 64, 0.8 and 0.6 times at d = 128: twice its speed, 52 TFLOP/s, is possible forward

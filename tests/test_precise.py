@@ -259,6 +259,17 @@ def scaled_rows(which, factor):
     return change
 
 
+def scaled_column(which, factor):
+    """One of q, k, v or dout, of all heads."""
+
+    def change(arrays):
+        arrays[which] = arrays[which].copy()
+        arrays[which][..., 5] *= np.float32(factor)
+        return arrays
+
+    return change
+
+
 def times(*factors):
     return lambda arrays: [x * np.float32(factor) for x, factor in zip(arrays, factors)]
 
@@ -280,12 +291,14 @@ SPLIT = {
     "zeros": times(1, 0, 1, 1),
     "sink": sink,
     **{f"{name} times {n}": scaled_rows(i, n) for i, name in enumerate(NAMES) for n in (0, 2.0**-12, 2.0**12)},
+    **{f"a column of {name} times {n}": scaled_column(i, n) for i, name in enumerate(NAMES) for n in (0, 2.0**-12)},
 }
 TOO_WIDE = {
     f"{name} times {n}": scaled_rows(i, n)
     for i, name in enumerate(NAMES)
     for n in (2.0**-24, 2.0**24, 1e-36, np.nan, np.inf, -np.inf)
 }
+TOO_WIDE |= {f"a column of {name}": scaled_column(i, 2.0**-24) for i, name in enumerate(NAMES)}
 OF_FORWARD = [name for name in TOO_WIDE if "dout" not in name]
 TOO_WIDE |= {"v and dout small": times(1, 1, 1e-20, 1e-20), "v and dout large": times(1, 1, 1e15, 1e15)}
 

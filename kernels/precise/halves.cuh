@@ -1,7 +1,8 @@
 // float32 as two float16: 2^e x = big + small, big the nearest float16, with 11 bits, small the rest, of which float16
 // keeps 11 bits, and nothing below 2^-25. One e for an array takes its largest |x| to 2^14 ... 2^15. A row whose
-// largest is at least 2^-18 of that has 22 bits in its largest numbers; where a row has less, `wide` is set, and the
-// kernels of precise/ compute everything. Products big big + big small + small big leave out 2^-22 of each term.
+// largest is at least 2^-17 of that has 22 bits in its largest numbers, and so has a column; where one has less, `wide`
+// is set, and the kernels of precise/ compute everything. Products big big + big small + small big leave out 2^-22 of
+// each term.
 #pragma once
 
 #include "any/ptx.cuh"
