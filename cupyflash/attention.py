@@ -200,7 +200,8 @@ def attention(
     input, in the backward ``dout`` as well, is split into two float16 of each number. They take as much memory as
     the inputs, padded to 64 or 128 columns, for the time of the call. An element may lose its last bit, and
     those below 2^-17 of the largest in their array are off by up to 2^-39 of it. Where that is so of all of a row of
-    one head, or of a column in all rows and heads, kernels that do not split compute the call instead.
+    one head, or of a column in all rows and heads, kernels that do not split compute the call instead. So the last bits
+    of a row depend on the numbers in all others, too.
 
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
     (and such an ``out`` written through a copy), and so is ``q`` of 16 bits where ``scale`` is negative;
