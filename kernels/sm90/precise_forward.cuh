@@ -153,8 +153,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 #pragma unroll
       for (float& sum : softmax.sum[0]) sum = __shfl_xor_sync(kFullWarp, sum, 1);
       Weights big, small;
-      float down[2];
-      split_by_row(scores[0], big, small, down);
+      int exponent[2] = {};
+      split_by_row(scores[0], big, small, exponent);
       v_ring.wait();
       turns.wait();
       Out of_tile;
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       turns.pass_on();
       wgmma_wait<0>();
       v_ring.release(), v_ring.advance();
-      add(out, of_tile, 0, down);
+      add(out, of_tile, 0, exponent);
     }
     if (tiles.last >= tiles.first) q_ring.advance(kGroups);
 
