@@ -9,7 +9,7 @@ import tools
 from tools import LAYOUTS, check, inputs, laid_out, same_bits
 
 import cupyflash
-from cupyflash import checks, choose, precise
+from cupyflash import checks, choose, precise, reference
 from cupyflash.problem import Problem
 
 LIMITS = sorted({limit for capability, limit in choose.SHARED_LIMIT.items() if capability >= 80})
@@ -330,6 +330,23 @@ def test_numbers_that_do_not_split(halves, monkeypatch, name):
         halves, monkeypatch, lambda: cupyflash.attention_backward(dout, q, k, v, *portable, dlse=x.dlse)
     )
     assert all(map(same_bits, by_halves[:3], portable[:3]))
+
+
+def test_keys_of_small_weights(halves, monkeypatch):
+    """Their gradients have as many digits as those of others."""
+    x = inputs(halves, 300, 400)
+    q, k, v, dout = sink([*x.qkv, x.dout])
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    results = by_both(halves, monkeypatch, lambda: cupyflash.attention_backward(dout, q, k, v, out, lse))
+    wide = [*map(halves.host, (q, k, v))]
+    right = reference.attention_backward(halves.host(dout), *wide, *reference.attention(*wide, return_lse=True))
+    for name in ("dk", "dv"):
+        exact = getattr(right, name)
+        of_halves, portable = (
+            np.median(abs(halves.host(getattr(result, name)) - exact).max(axis=-1) / abs(exact).max(axis=-1))
+            for result in results
+        )
+        assert of_halves <= 4 * portable, name
 
 
 def test_graph_of_halves(halves):
