@@ -101,8 +101,9 @@ def attention(
         give each call one of its own, and its gradients the same one.
     precision : {None, "highest", "tf32"}, default None
         Of float32 on a GPU. ``None`` is ``"highest"``: as exact as products in float32, by three products of TF32
-        or, on Hopper, of float16 each [7]_. ``"tf32"`` makes one of TF32, from numbers rounded to 11 bits: an error
-        of 1e-3 instead of 1e-6. The host always computes in float32. Other dtypes take no ``"tf32"``.
+        or, on Hopper, of float16 each [7]_. ``"tf32"`` allows one of TF32, from numbers rounded to 11 bits: an error
+        of 1e-3 instead of 1e-6. Where Hopper's three are faster, from lengths of 512 on, it changes nothing. The host
+        always computes in float32. Other dtypes take no ``"tf32"``.
     out : array, shape (batch, seqlen_q, heads_q, head_dim_v), optional
         Where to write the result, with the dtype of ``q``, or float32 when that is float16 or bfloat16
         (partial results to be merged by `merge_attention` then lose nothing). It must share no memory with
@@ -197,9 +198,10 @@ def attention(
 
     *Float32 on Hopper.* Where ``head_dim`` and ``head_dim_v`` are at most 128 and both lengths at least 256, each
     input, in the backward ``dout`` as well, is split into two float16 of each number. They take as much memory as
-    the inputs, padded to 64 or 128 columns, for the time of the call. Of elements below 2^-18 of the largest in
-    their array, multiples of its 2^-40th part remain; where that is so of all of a row, kernels that do not split
-    compute the call instead.
+    the inputs, padded to 64 or 128 columns, for the time of the call. An element may lose its last bit, and
+    those below 2^-17 of the largest in their array are off by up to 2^-39 of it. Where that is so of all of a row of
+    one head, or of a column in all rows and heads, kernels that do not split compute the call instead. So the last bits
+    of a row depend on the numbers in all others, too.
 
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
     (and such an ``out`` written through a copy), and so is ``q`` of 16 bits where ``scale`` is negative;

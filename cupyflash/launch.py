@@ -188,7 +188,8 @@ def forward(
         plan = _remember(key, _plan_forward(problem, (q, k, v, out), rest))
     taken = cupy.zeros(plan.workspace, np.uint32) if plan.workspace else None
     keep_for_graph(taken)
-    more = _room_for_halves(plan) or (_pointer(taken),)  # no plan has both
+    halves, _held = _room_for_halves(plan)
+    more = halves or (_pointer(taken),)  # no plan has both
     plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask), *map(_word, captured), *more)
 
 
@@ -243,6 +244,7 @@ def backward(
     turn = cupy.zeros(turns, np.uint32) if turns else None
     parts = cupy.empty(parts_size, np.float32) if parts_size else None
     keep_for_graph(delta, dq_sum, turn, parts, *mod_sums)
+    halves, _held = _room_for_halves(plan)
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
@@ -261,7 +263,7 @@ def backward(
         *map(_pointer, bitmaps),
         *map(_word, captured),
         # Into maps, if the plan has any.
-        *(_room_for_halves(plan) or (*(x.data.ptr for x in arrays[:4]), _pointer(bias), _pointer(mask))),
+        *(halves or (*(x.data.ptr for x in arrays[:4]), _pointer(bias), _pointer(mask))),
     )
     for gradient, total in zip((gradients or {}).values(), mod_sums):
         gradient[...] = total
@@ -305,14 +307,17 @@ def keep_for_graph(*temporaries) -> None:
         _kept_for_graphs.extend(x for x in temporaries if x is not None)
 
 
-def _room_for_halves(plan: Plan) -> tuple[int, ...]:
-    """Pointers for HALVES_FORWARD_POINTERS or HALVES_BACKWARD_POINTERS, if the plan needs any."""
+def _room_for_halves(plan: Plan) -> tuple[tuple[int, ...], tuple]:
+    """Pointers for HALVES_FORWARD_POINTERS or HALVES_BACKWARD_POINTERS, if the plan needs any, and what they lead to.
+
+    Hold it until all kernels are launched: before, an allocator could give it to another thread, or to the driver.
+    """
     if not plan.halves:
-        return ()
+        return (), ()
     room, scales = cupy.empty(sum(plan.halves), np.float16), cupy.zeros(SCALES.itemsize // 4, np.uint32)
     keep_for_graph(room, scales)
     halves = [room.data.ptr + 2 * sum(plan.halves[:i]) for i in range(len(plan.halves))]
-    return scales.data.ptr + SCALES.fields["wide"][1], *halves, scales.data.ptr, *halves
+    return (scales.data.ptr + SCALES.fields["wide"][1], *halves, scales.data.ptr, *halves), (room, scales)
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:

@@ -27,9 +27,9 @@ backward           at most 155; expected: 95 to 115 at d = 64, 100 to 125 at d =
                    at d = 64 half as many products, and 650 and 400 instructions, but three that take turns
 =================  =================================================================================================
 
-Where a row is so small beside the largest number of its array that small has no digits left for it, or a number is not
-finite, the kernels of halves return at once, and those of TF32, launched behind them, compute everything; otherwise
-these return.
+Where a row or a column is so small beside the largest number of its array that small has no digits left for it, or a
+number is not finite, the kernels of halves return at once, and those of TF32, launched behind them, compute everything;
+otherwise these return.
 
 Standard attention in float64 moves ``8 N^2`` bytes four times forward and seven times backward, beside its products 1.6
 and 1.1 times as long as these at d = 64, 0.8 and 0.6 times at d = 128: twice its speed, 52 TFLOP/s, is possible forward
@@ -109,7 +109,7 @@ HOPPER_FORWARD = {64: (128, 3, 2), 128: (128, 2, 1)}
 # The same: (groups, slots of q or k, slots of dout or v) of both kernels of its backward. At 128, 224 KiB.
 HOPPER_BACKWARD = {64: (3, 3, 3), 128: (2, 2, 1)}
 HOPPER_DIMS_V = (64, 96, 128)  # widths of a product
-HALVES_LENGTH = 256  # queries and keys from which on splitting is worth its time
+HALVES_LENGTH = 256  # queries and keys from which on splitting is worth its time; twice that beside one product of TF32
 
 
 def _widths(problem: Problem, parts: int) -> tuple[int, int]:
@@ -151,12 +151,14 @@ def backward(problem: Problem, access: int, shared_limit: int) -> tuple[Variant,
 
 
 def by_halves(problem: Problem) -> bool:
-    """Whether Hopper multiplies float32 as two float16, which one more pass over the inputs makes of each number."""
-    exact = problem.dtype == "float32" and problem.precision is None
+    """Whether Hopper multiplies float32 as two float16, which one more pass over the inputs makes of each number.
+
+    Their three products are faster than even one of TF32, by ``mma``.
+    """
     return (
-        exact
+        problem.dtype == "float32"
         and max(problem.head_dim, problem.head_dim_v) <= max(HOPPER_FORWARD)
-        and min(problem.seqlen_q, problem.seqlen_k) >= HALVES_LENGTH
+        and min(problem.seqlen_q, problem.seqlen_k) >= (1 if problem.precision is None else 2) * HALVES_LENGTH
     )
 
 

@@ -68,7 +68,9 @@ BACKWARD_PARAMS = np.dtype(
 )
 # Those of float32 and float64, in kernels/precise/params.cuh, and of float32 that is split.
 OPERANDS = ("q", "k", "v", "dout")  # Operand
-SCALES = np.dtype([("largest", "u4", len(OPERANDS)), ("wide", "u4")], align=True)
+SCALES = np.dtype(
+    [("largest", "u4", len(OPERANDS)), ("of_column", "u4", (len(OPERANDS), 128)), ("wide", "u4")], align=True
+)
 HALVES = np.dtype([*((n, "u8") for n in OPERANDS), ("scales", "u8")], align=True)
 
 

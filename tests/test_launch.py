@@ -11,6 +11,7 @@ import math
 import re
 import sys
 import threading
+import weakref
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -1146,6 +1147,32 @@ def test_a_graph_keeps_what_it_needs(gpu, capturing):
     assert {x.ctypes.data for x in launch._kept_for_graphs} == (
         {x.ctypes.data for x in gpu.temporaries} if capturing else set()
     )
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+def test_a_call_holds_its_workspace(gpu, monkeypatch):
+    """Until the last launch: what nobody holds, an allocator may free or give to another thread."""
+    workspace, held = [], []
+
+    def zeros(shape, dtype):
+        x = array(shape, dtype)
+        workspace.append(weakref.ref(x))
+        return x
+
+    def launch_kernel(*arguments):
+        held.append([x() is not None for x in workspace])
+
+    monkeypatch.setattr(launch.cupy, "zeros", zeros)
+    monkeypatch.setattr(launch.cupy, "empty", zeros)
+    monkeypatch.setattr(launch.cupy.cuda.driver, "launchKernel", launch_kernel)
+    _, x, _ = prepared(
+        replace(LONG_SHAPES[0], dtype="float32"), {}, ("q", "k", "v", "out", "dout", "lse", "dlse"), False, {}
+    )
+    cupyflash.attention(x["q"], x["k"], x["v"], out=x["out"])
+    assert held == [[True] * 2] * 4
+    workspace.clear(), held.clear()
+    cupyflash.attention_backward(*(x[name] for name in ("dout", "q", "k", "v", "out", "lse")))
+    assert held == [[True] * 3] * 7
 
 
 @pytest.mark.parametrize("gpu", ["9.0"], indirect=True)

@@ -162,7 +162,10 @@ def test_bad_query_stays_in_its_row(backend, bad):
     out, clean, dq = (backend.host(array) for array in (out, clean, dq))
     lse, clean_lse = (backend.host(array).transpose(0, 2, 1) for array in (lse, clean_lse))
     assert np.isnan(out[1, 70, 1]).all() and np.isnan(lse[1, 70, 1])
-    assert (out[others] == clean[others]).all() and (lse[others] == clean_lse[others]).all()
+    # It sends float32 on Hopper to kernels that round otherwise.
+    tolerance = 16 * backend.eps if backend.splits and backend.path == "sm90" else 0
+    np.testing.assert_allclose(out[others], clean[others], rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(lse[others], clean_lse[others], rtol=tolerance, atol=tolerance)
     assert np.isnan(dq[1, 70, 1]).all() and np.isfinite(dq[others]).all()
 
 

@@ -18,9 +18,12 @@ struct PreciseBackwardParams : BackwardParams {
 // float32 arrays as two of float16, precise/halves.cuh.
 enum Operand { kQ, kK, kV, kDout, kOperands };
 
+constexpr int kMostCols = 128;
+
 struct Scales {
   uint32 largest[kOperands];  // bits of the largest |x|, with which 2^e is chosen
-  uint32 wide;                // 1: some row needs more digits than two float16 have, or is not finite
+  uint32 of_column[kOperands][kMostCols];
+  uint32 wide;  // 1: some row or column needs more digits than two float16 have, or is not finite
 };
 
 struct Halves {

@@ -33,6 +33,8 @@ struct Source {
       return {
           operand == kQ ? p.q : operand == kK ? p.k : p.v, rows, heads, s.batch * rows * heads, cols, padded(cols) / 4};
   }
+  // The first of this lane's four columns, whatever the vector.
+  __device__ __forceinline__ int col() const { return lane_index() % lanes * 4; }
   // Four columns, zeros beyond the last.
   template <int kAccess>
   __device__ __forceinline__ void load(float (&x)[4], uint32 vector, int col) const {
@@ -53,7 +55,7 @@ struct Source {
 template <SplitSpec kSpec, class Use>
 __device__ __forceinline__ void each_unit(const Source& source, Use use) {
   constexpr int kTogether = 4;
-  const int col = lane_index() % source.lanes * 4;
+  const int col = source.col();
   const uint32 at_once = 32 / source.lanes, step = gridDim.x * kSpec.warps * at_once;
   const uint32 own = (blockIdx.x * kSpec.warps + warp_index()) * at_once + lane_index() / source.lanes;
 #pragma unroll 1
@@ -66,35 +68,43 @@ __device__ __forceinline__ void each_unit(const Source& source, Use use) {
   }
 }
 
-__device__ __forceinline__ uint32 largest_bits(const float (&x)[4]) {
-  uint32 most = 0;  // NaN is above inf
-#pragma unroll
-  for (int i = 0; i < 4; ++i) most = max(most, __float_as_uint(x[i]) & 0x7fffffffu);
-  return most;
+__device__ __forceinline__ uint32 magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }  // NaN above inf
+
+// Whether the largest number of a row or a column has less than 22 bits.
+__device__ __forceinline__ bool is_small(uint32 largest, float factor) {
+  constexpr float kLeast = 0.125f;  // 2^-3 / 2^-25 = 2^22
+  return largest != 0 && !(__uint_as_float(largest) * factor >= kLeast);
 }
 
 template <class T, SplitSpec kSpec>
 __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     find_largest(const __grid_constant__ HalvesParams<kSpec.backward> p) {
-  __shared__ uint32 largest[kOperands];
-  if (threadIdx.x < kOperands) largest[threadIdx.x] = 0;
+  constexpr int kColumns = kSpec.operands() * kMostCols;
+  __shared__ uint32 columns[kColumns];
+  for (int i = threadIdx.x; i < kColumns; i += 32 * kSpec.warps) columns[i] = 0;
   __syncthreads();
 #pragma unroll
   for (int operand = kQ; operand < kSpec.operands(); ++operand) {
-    uint32 most = 0;
-    each_unit<kSpec>(Source::of(p, Operand(operand)),
-                     [&](const float (&x)[4], uint32, int) { most = max(most, largest_bits(x)); });
-    most = __reduce_max_sync(kFullWarp, most);
-    if (lane_index() == 0) atomicMax(largest + operand, most);
+    uint32 most[4] = {};
+    const Source source = Source::of(p, Operand(operand));
+    each_unit<kSpec>(source, [&](const float (&x)[4], uint32, int) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) most[i] = max(most[i], magnitude_bits(x[i]));
+    });
+#pragma unroll
+    for (int i = 0; i < 4; ++i) atomicMax(columns + operand * kMostCols + source.col() + i, most[i]);
   }
   __syncthreads();
-  if (threadIdx.x < kSpec.operands()) atomicMax(p.halves.scales->largest + threadIdx.x, largest[threadIdx.x]);
+  for (int i = threadIdx.x; i < kColumns; i += 32 * kSpec.warps) {
+    atomicMax(p.halves.scales->of_column[i / kMostCols] + i % kMostCols, columns[i]);
+    const uint32 largest = __reduce_max_sync(kFullWarp, columns[i]);
+    if (lane_index() == 0) atomicMax(p.halves.scales->largest + i / kMostCols, largest);
+  }
 }
 
 template <class T, SplitSpec kSpec>
 __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     split_rows(const __grid_constant__ HalvesParams<kSpec.backward> p) {
-  constexpr float kLeast = 0.125f;  // of the largest number of a row: 2^-3 / 2^-25 = 2^22
   Scales& scales = *p.halves.scales;
   bool wide = false;
 #pragma unroll
@@ -103,13 +113,13 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
     const uint32 largest = scales.largest[operand];
     const float factor = power_of_two(exponent_of(largest));
     each_unit<kSpec>(source, [&](float (&x)[4], uint32 vector, int col) {
-      uint32 of_row = largest_bits(x);
+      uint32 of_row = 0;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] *= factor;
+      for (int i = 0; i < 4; ++i) of_row = max(of_row, magnitude_bits(x[i])), x[i] *= factor;
 #pragma unroll
       for (int step = 16; step > 0; step /= 2)
         if (step < source.lanes) of_row = max(of_row, __shfl_xor_sync(kFullWarp, of_row, step));
-      wide |= of_row != 0 && !(__uint_as_float(of_row) * factor >= kLeast);
+      wide |= is_small(of_row, factor);
       if (vector >= source.vectors) return;
       uint2 big, small;
       split(x[0], x[1], big.x, small.x);
@@ -117,7 +127,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
       uint2* const target = static_cast<uint2*>(p.halves.of(Operand(operand))) + 2 * int64(vector) * source.lanes;
       target[col / 4] = big, target[col / 4 + source.lanes] = small;
     });
-    wide |= largest >= 0x7f800000u;
+    wide |=
+        largest >= 0x7f800000u || threadIdx.x < kMostCols && is_small(scales.of_column[operand][threadIdx.x], factor);
   }
   if constexpr (kSpec.backward) {  // what takes dout v back to its size is a normal number, and so is the product
     const int exponent = exponent_of(scales.largest[kV]) + exponent_of(scales.largest[kDout]);

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
   extern __shared__ __align__(1024) char shared[];
   __shared__ uint64 barriers[Queries::kBarriers + Douts::kBarriers];
-  // Of the tiles of q in flight lse, and of those of dout delta, times 2^-14: P comes times 2^14.
+  // Of the tiles of q in flight lse, and of those of dout delta.
   __shared__ __align__(8) float lses[kSpec.slots][kTile], deltas[kSpec.slots_dout][kTile];
   Queries queries(first_tile(shared), barriers);
   Douts douts(queries.base + Queries::kBytes, barriers + Queries::kBarriers);
@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         if (warp == 0) queries.copy(p.q_map, row, head, work.batch);
         if (warp == 1) douts.copy(p.dout_map, row, head, work.batch);
         if (warp == 2) queries.add_numbers(lses, [&](int i) { return statistic(i).lse; });
-        if (warp == 3)
-          douts.add_numbers(deltas, [&](int i) { return power_of_two(-kProbExponent) * statistic(i).delta; });
+        if (warp == 3) douts.add_numbers(deltas, [&](int i) { return statistic(i).delta; });
       }
     return;
   }
@@ -69,8 +68,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   turns.open();
   const Scales& scales = *p.halves.scales;
   const float scale = finite_scale(p.exact_scale, -exponent_of(scales.largest[kQ]) - exponent_of(scales.largest[kK]));
-  const float unit_dp =
-      power_of_two(-kProbExponent - exponent_of(scales.largest[kV]) - exponent_of(scales.largest[kDout]));
+  const float unit_dp = power_of_two(-exponent_of(scales.largest[kV]) - exponent_of(scales.largest[kDout]));
   const uint32 zero = s.group < 0;  // which the compiler does not know
   const Range seen_by_all = queries_of_all(band, {first_key, first_key + 63});
   Accumulator<padded(kSpec.head_dim)> dk;
@@ -99,13 +97,11 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       if (first_query < seen_by_all.first || first_query + kTile - 1 > seen_by_all.last)
         prob.hide(first_key + warp_row, first_query, -kInfinity, [&](int key) { return band.queries(key); });
     });
-#pragma unroll
-    for (int step = 0; step < kTile / 16; ++step)
-      split_operand(prob, step, power_of_two(kProbExponent), big[step], small[step]);
+    int exponent[2] = {};
+    split_by_row(prob, big, small, exponent);
 
     douts.ring.wait();
     constexpr int kPart = 64;  // columns of dk and dv that are summed at a time: registers
-    const float ones[2] = {1.f, 1.f};
 #pragma unroll
     for (int col = 0; col < dv.kCols; col += kPart) {
       Accumulator<kPart> part;
@@ -113,7 +109,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       douts.issue_sum(part, big, small, col);
       turns.pass_on();
       wgmma_wait<0>();
-      add(dv, part, col, ones);
+      add(dv, part, col, exponent);
     }
 
     // Again: without a branch the compiler adds the last part behind the next product, whose registers it keeps then.
@@ -135,8 +131,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       }
     }
     douts.release();
-    float down[2];
-    split_gradient(ds, big, small, down);
+    split_by_row(ds, big, small, exponent);
 #pragma unroll
     for (int col = 0; col < dk.kCols; col += kPart) {
       Accumulator<kPart> part;
@@ -144,15 +139,15 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       queries.issue_sum(part, big, small, col);
       turns.pass_on();
       wgmma_wait<0>();
-      add(dk, part, col, down);
+      add(dk, part, col, exponent);
     }
     queries.release();
     tile = tile == tiles.last ? tiles.first : tile + 1;
   }
   turns.close();
 
-  const float of_prob = power_of_two(-kProbExponent), unit_dout = power_of_two(-exponent_of(scales.largest[kDout]));
-  dv.scale_rows(of_prob, of_prob), dv.scale_rows(unit_dout, unit_dout);
+  const float unit_dout = power_of_two(-exponent_of(scales.largest[kDout]));
+  dv.scale_rows(unit_dout, unit_dout);
   const float unit_q = power_of_two(-exponent_of(scales.largest[kQ])), exact_scale = p.exact_scale;
   dk.scale_rows(unit_q, unit_q), dk.scale_rows(exact_scale, exact_scale);
   store_direct<float, kSpec.access>(dk, head_of(p.dk, work.batch, work.head, s.seqlen_k, s.head_dim, 4),
@@ -237,15 +232,15 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 #pragma unroll
       for (int i = 0; i < 4; ++i) ds.x[j][i] = prob.x[j][i] * fmaf(ds.x[j][i], unit_dp, -of_row[i / 2].delta);
     uint32 big[kTile / 16][4], small[kTile / 16][4];
-    float down[2];
-    split_gradient(ds, big, small, down);
+    int exponent[2] = {};
+    split_by_row(ds, big, small, exponent);
     Accumulator<dq.kCols> part;
     wait_with(turns, small, zero);
     keys.issue_sum(part, big, small, 0);
     turns.pass_on();
     wgmma_wait<0>();
     keys.release();
-    add(dq, part, 0, down);
+    add(dq, part, 0, exponent);
   }
   turns.close();
 

@@ -153,9 +153,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 #pragma unroll
       for (float& sum : softmax.sum[0]) sum = __shfl_xor_sync(kFullWarp, sum, 1);
       Weights big, small;
-#pragma unroll
-      for (int step = 0; step < kBlockK / 16; ++step)
-        split_operand(scores[0], step, power_of_two(kWeightExponent), big[step], small[step]);
+      int exponent[2] = {};
+      split_by_row(scores[0], big, small, exponent);
       v_ring.wait();
       turns.wait();
       Out of_tile;
@@ -164,10 +163,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       turns.pass_on();
       wgmma_wait<0>();
       v_ring.release(), v_ring.advance();
-#pragma unroll
-      for (int j = 0; j < kDimV / 8; ++j)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) out.x[j][i] += of_tile.x[j][i];
+      add(out, of_tile, 0, exponent);
     }
     if (tiles.last >= tiles.first) q_ring.advance(kGroups);
 
@@ -179,7 +175,6 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const int row = first_query + warp_row + out.row(half);
       if (p.lse.data != nullptr && lane_index() % 4 == 0 && row < s.seqlen_q)
         p.lse.at(work.batch, work.head)[row * p.lse.row] = lse;
-      inverse[half] *= power_of_two(-kWeightExponent);
     }
     out.scale_rows(inverse[0], inverse[1]);
     out.scale_rows(unit_v, unit_v);  // by itself: the product of both may be no normal number

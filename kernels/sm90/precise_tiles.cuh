@@ -1,4 +1,4 @@
-// What both kernels of sm90/precise_backward.cuh are made of: tiles of halves with their products, P, and dS in halves.
+// What both kernels of sm90/precise_backward.cuh are made of: tiles of halves with their products, and P.
 #pragma once
 
 #include "precise/arithmetic.cuh"
@@ -9,8 +9,7 @@
 
 namespace cupyflash {
 
-constexpr int kTile = 64;          // rows of a tile
-constexpr int kProbExponent = 14;  // 2^14 P is split: P is at most 1, and what its halves lose is below 2^-39
+constexpr int kTile = 64;  // rows of a tile
 
 // Rows that stay, a tile for each group, and the tiles that meet them: of q and k, or of v and dout, in halves of
 // padded(kDim) columns.
@@ -103,27 +102,6 @@ __device__ __forceinline__ void weigh(Accumulator<kTile>& scores, float scale, L
     for (int i = 0; i < 4; ++i) scores.x[j][i] = A::exp(scores.x[j][i]);
 }
 
-// Splits dS, each row times the power of two that takes its largest number to 2^14 ... 2^15: whatever dout and dlse
-// are, it keeps its bits. `down` takes the sums back.
-__device__ __forceinline__ void split_gradient(Accumulator<kTile>& ds, uint32 (&big)[kTile / 16][4],
-                                               uint32 (&small)[kTile / 16][4], float (&down)[2]) {
-  float up[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float largest = 0;
-#pragma unroll
-    for (int j = 0; j < kTile / 8; ++j)
-      largest = fmaxf(largest, fmaxf(fabsf(ds.x[j][2 * half]), fabsf(ds.x[j][2 * half + 1])));
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, 2));
-    const int exponent = exponent_of(__float_as_uint(largest));
-    up[half] = power_of_two(exponent), down[half] = power_of_two(-exponent);
-  }
-  ds.scale_rows(up[0], up[1]);
-#pragma unroll
-  for (int step = 0; step < kTile / 16; ++step) split_operand(ds, step, 1.f, big[step], small[step]);
-}
-
 // Waits for the turn when the weights are there: the compiler would make them in the turn, while others wait. `zero` is
 // 0, which it does not know.
 template <int kGroups>
@@ -135,19 +113,6 @@ __device__ __forceinline__ void wait_with(const Turns<kGroups>& turns, const uin
 #pragma unroll
     for (int i = 0; i < 4; ++i) any |= small[step][i];
   Turns<kGroups>{turns.group + int(any & zero), turns.first}.wait();
-}
-
-// sum += factor of the row * part, from the column `col` on
-template <int kCols, int kPart>
-__device__ __forceinline__ void add(Accumulator<kCols>& sum, const Accumulator<kPart>& part, int col,
-                                    const float (&factor)[2]) {
-#pragma unroll
-  for (int j = 0; j < kPart / 8; ++j)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& x = sum.x[col / 8 + j][i];
-      x = fmaf(part.x[j][i], factor[i / 2], x);
-    }
 }
 
 }  // namespace cupyflash
