@@ -86,11 +86,11 @@ class GpuRecord:
         self.outcomes = {}
 
     def pytest_runtest_logreport(self, report):
-        if "gpu" in report.keywords:
+        if "gpu" in report.keywords or report.nodeid in self.outcomes:  # that of a process that died has no keywords
             worst, before = ("passed", "skipped", "failed"), self.outcomes.get(report.nodeid, "passed")
             self.outcomes[report.nodeid] = max(before, report.outcome, key=worst.index)
 
-    def pytest_sessionfinish(self, session):
+    def pytest_sessionfinish(self, session, exitstatus):
         option, sha256 = session.config.option, tools.tree_digest()
         all_tests = not option.keyword and option.markexpr in ("", "gpu") and session.config.args == ["tests"]
         before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
@@ -114,6 +114,8 @@ class GpuRecord:
             "failures": sorted(failures),
             "sha256": sha256,
         }
+        if exitstatus > 1:
+            record["stale"] = f"the run ended early, after {len(self.outcomes)} GPU tests"
         RECORD.write_text(json.dumps(record, indent=2) + "\n")
 
 

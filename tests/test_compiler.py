@@ -92,6 +92,27 @@ def kernels(tmp_path, monkeypatch):
 # --- The sources
 
 
+def enclosed(text, at):
+    """`text` from its parenthesis or brace at `at` to the one that closes it."""
+    depth = 0
+    for end in range(at, len(text)):
+        depth += (text[end] in "({") - (text[end] in ")}")
+        if depth == 0:
+            return text[at : end + 1]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_all_lanes_shuffle(header):
+    """What one lane does alone waits for no other: `warp_index` is a shuffle, in which it would wait forever."""
+    code = re.sub(r"//.*", "", (KERNELS / header).read_text(encoding="ascii"))
+    for found in re.finditer(r"\bif (?:constexpr )?(?=\()", code):
+        condition = enclosed(code, found.end())
+        after = code[found.end() + len(condition) :].lstrip()
+        alone = enclosed(after, 0) if after.startswith("{") else after.partition(";")[0]
+        if "lane_index()" in condition:
+            assert not re.search(r"\b(warp_index|same_in_warp|sum_of_warp|\w+_sync|__syncwarp)\b", alone), alone
+
+
 @pytest.mark.parametrize("header", HEADERS)
 def test_header(header):
     text = (KERNELS / header).read_text(encoding="ascii")  # NVRTC and the C locale need nothing else

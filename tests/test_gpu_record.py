@@ -1,7 +1,9 @@
 """The record of the last run on a GPU belongs to this tree and holds no failure."""
 
 import json
+from types import SimpleNamespace
 
+import conftest
 import pytest
 import tools
 
@@ -39,3 +41,19 @@ def test_digest_sees_every_change(tmp_path):
     assert len(set(digests)) == 4
     (tmp_path / "kernels" / "notes.txt").touch()
     assert tools.tree_digest(tmp_path) == digests[-1]
+
+
+def test_a_run_that_ends_early(tmp_path, monkeypatch):
+    """A test whose process died has failed, though its setup had passed; the record says that others did not run."""
+    monkeypatch.setattr(conftest, "RECORD", tmp_path / "record.json")
+    monkeypatch.setattr(conftest, "_versions", dict)
+    option = SimpleNamespace(keyword="", markexpr="gpu")
+    session = SimpleNamespace(config=SimpleNamespace(option=option, args=["tests"]), shouldstop=False)
+    plugin = conftest.GpuRecord()
+    for name, outcome, keywords in (("a", "passed", {"gpu": 1}), ("b", "passed", {"gpu": 1}), ("b", "failed", {})):
+        plugin.pytest_runtest_logreport(SimpleNamespace(nodeid=name, outcome=outcome, keywords=keywords))
+    plugin.pytest_sessionfinish(session, 1)
+    record = json.loads(conftest.RECORD.read_text())
+    assert (record["passed"], record["failed"], record["failures"]) == (1, 1, ["b"]) and "stale" not in record
+    plugin.pytest_sessionfinish(session, 2)
+    assert "2 GPU tests" in json.loads(conftest.RECORD.read_text())["stale"]

@@ -145,7 +145,7 @@ def test_small_numbers_survive(backend, denormal):
         assert np.isin(out, (0, value)).all() and np.isin(dv, (0, value, 3 * value)).all()
     else:
         assert (out == value).all()
-        assert (dv == 3 * value).all()
+        np.testing.assert_allclose(dv, 3 * value, rtol=backend.other_rounding)  # the passes round the logits otherwise
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -162,10 +162,8 @@ def test_bad_query_stays_in_its_row(backend, bad):
     out, clean, dq = (backend.host(array) for array in (out, clean, dq))
     lse, clean_lse = (backend.host(array).transpose(0, 2, 1) for array in (lse, clean_lse))
     assert np.isnan(out[1, 70, 1]).all() and np.isnan(lse[1, 70, 1])
-    # It sends float32 on Hopper to kernels that round otherwise.
-    tolerance = 16 * backend.eps if backend.splits and backend.path == "sm90" else 0
-    np.testing.assert_allclose(out[others], clean[others], rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(lse[others], clean_lse[others], rtol=tolerance, atol=tolerance)
+    for a, b in ((out, clean), (lse, clean_lse)):
+        np.testing.assert_allclose(a[others], b[others], rtol=backend.other_rounding, atol=backend.other_rounding)
     assert np.isnan(dq[1, 70, 1]).all() and np.isfinite(dq[others]).all()
 
 

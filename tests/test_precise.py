@@ -176,13 +176,18 @@ def test_float32_is_not_rounded(precise):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("factor", [1, 3])
 def test_long(precise, head_dim, factor):
-    """Sums of 4096 terms: tensor cores that cut them off would drift to zero."""
+    """Sums of 4096 terms: tensor cores that cut them off would drift to zero.
+
+    Halves are summed in them over one tile: 8 products, each of which cuts off less than a unit.
+    """
     x = inputs(precise, 4096, batch=1, heads_q=1, head_dim=head_dim, factor=factor)
     results = check(precise, *x.qkv, x.dout, x.dlse)
     right = tools.expectation(precise, *x.qkv, x.dout, x.dlse)
+    cut_off = 8 * precise.eps if precise.splits and precise.path == "sm90" else 0
     for name in ("out", "dv"):
         error = precise.host(results[name]) - right[name][0]
-        assert abs(error.mean()) < 2 * error.std(), f"{name} drifts"  # 11 times where sums go on in tensor cores
+        # 11 times, or 256 products, where sums go on in tensor cores
+        assert abs(error.mean()) < 2 * error.std() + cut_off * abs(right[name][0]).mean(), f"{name} drifts"
 
 
 def test_tf32(precise):

@@ -64,9 +64,10 @@ __global__ void __launch_bounds__(32 * kSpec.warps) sink_gradient(const __grid_c
     }
   }
   sum = sum_of_warp(sum);
-  if (lane_index() == 0) sums[warp_index()] = sum;
+  const int warp = warp_index();  // by all lanes: it is a shuffle
+  if (lane_index() == 0) sums[warp] = sum;
   __syncthreads();
-  if (warp_index() > 0) return;
+  if (warp > 0) return;
   sum = sum_of_warp(sums[lane_index()]);
   if (lane_index() == 0) p.dsink[head] = sum;
 }

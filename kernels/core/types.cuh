@@ -13,7 +13,7 @@ constexpr uint32 kFullWarp = 0xffffffffu;
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 // Tells the compiler that a value is the same in the whole warp: it may keep it, and what follows from it, in uniform
-// registers, where the descriptors of wgmma must be.
+// registers, where the descriptors of wgmma must be. All lanes must get here.
 template <class T>
 __device__ __forceinline__ T same_in_warp(T value) {
   return __shfl_sync(kFullWarp, value, 0);
