@@ -68,11 +68,12 @@ def _branch(score, b, h, i, j, prefix):
 
 SCORES = {
     "ALiBi": Example(
-        "score - slope[h] * abs(float(i - j) + shift)",
+        "score - slope[h] * abs(i + shift - j)",
         lambda score, b, h, i, j, slope, shift: score - slope[h] * abs(i + shift - j),
         {"slope": abs(numbers(HEADS)), "shift": 60},
         ("slope",),
     ),
+    "offset": Example("score - 0.1 * abs(float(i - j))", lambda score, b, h, i, j: score - 0.1 * abs(i - j)),
     "relative bias": Example(
         "score + table[bucket[j - i + seqlen_q - 1], h]",
         lambda score, b, h, i, j, table, bucket: score + table[bucket[j - i + SEQLEN_Q - 1], h],
