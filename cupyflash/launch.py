@@ -522,10 +522,12 @@ def _fill_logit_maps(params: np.ndarray, problem: Problem, arrays: dict, rows: i
 
 
 def _order(problem: Problem, heads: int, tiles: int, places: int, pairs: bool = True) -> tuple[tuple, int]:
-    """Return the struct `Order` and its number of runs; `heads` of a batch have `tiles` each, `places` run at once."""
-    paired = (
-        pairs and problem.banded and problem.batch * heads * tiles > places
-    )  # fewer start together, the longest ends last
+    """Return the struct `Order` and its number of runs; `heads` of a batch have `tiles` each, `places` run at once.
+
+    Without `pairs`, for blocks that take runs as they get through, every run is one tile.
+    """
+    # Fewer than there are places start together, and the longest ends last.
+    paired = pairs and problem.banded and problem.batch * heads * tiles > places
     runs = -(-tiles // 2) if paired else tiles
     all_runs = _blocks(problem.batch * heads, runs)
     return (heads, tiles, runs, all_runs, paired), all_runs

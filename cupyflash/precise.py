@@ -1,17 +1,20 @@
 """The kernels of float32 and float64, chosen from literal tables as in ``choose.py``.
 
-Nothing here was timed yet. Floors on an H200, for one head of ``N`` queries and keys of width ``d``, from its data
-sheet: by ``mma`` its tensor cores reach about 62 % of what they do by ``wgmma``, so 310 TFLOP/s of TF32, and 100 of
-float32 by three products. Six products of bfloat16 at twice the rate would cost as much, be exact to the last bit and
-take twice the instructions to split. Of float64 ``mma`` has all 67 TFLOP/s. The backward makes seven products where
-five count.
+Floors on an H200, in TFLOP/s, for one head of ``N`` queries and keys of width ``d``, from its data sheet, what was
+expected, and what came at 4096 keys, d = 64 and 128. By ``mma`` its tensor cores reach about 62 % of what they do by
+``wgmma``, so 310 of TF32, and 100 of float32 by three products. Six products of bfloat16 at twice the rate would cost
+as much, be exact to the last bit and take twice the instructions to split. Of float64 ``mma`` has all 67. The backward
+makes seven products where five count.
 
 =================  =================================================================================================
-float32, forward   at most 100 TFLOP/s. For 16 x 8 x 16 a warp issues 6 products, 39 cycles, beside 12 instructions to
-                   split the right factor, as many for the left one at 16 keys, 4 additions, 2 loads; expected: 55 to 70
-float32, backward  at most 71; expected: 35 to 45
-float64, forward   at most 64 beside exponentials of 16 instructions at 34 TFLOP/s, 60 at d = 64; expected: 40 to 50
-float64, backward  at most 48; at d = 128, where two warps compute the same scores of their keys, 37; expected: 25 to 30
+float32, forward   at most 100; expected: 55 to 70; came: 57, 51. For 16 x 8 x 16 a warp issues 6 products, 39 cycles,
+                   beside 12 instructions to split the right factor, as many for the left one at 16 keys, 4
+                   additions, 2 loads
+float32, backward  at most 71; expected: 35 to 45; came: 40, 29
+float64, forward   at most 64 beside exponentials of 16 instructions at 34 TFLOP/s, 60 at d = 64; expected: 40 to 50;
+                   came: 27, 31
+float64, backward  at most 48; at d = 128, where two warps compute the same scores of their keys, 37; expected: 25 to
+                   30; came: 23, 17
 =================  =================================================================================================
 
 On Hopper float32 up to head_dim 128 is not multiplied as TF32 but, by ``wgmma``, as two float16 of each number,
@@ -20,20 +23,20 @@ half as many. What splits reads q, k and v twice and writes as much: 0.3 ms for 
 4096 keys.
 
 =================  =================================================================================================
-forward            at most 215 TFLOP/s; expected: 120 to 170 at d = 64, 150 to 190 at d = 128. A warpgroup has 1536
-                   cycles for the softmax of 128 keys, at d = 64 because three take turns; its instructions are 800
-backward           at most 155; expected: 95 to 115 at d = 64, 100 to 125 at d = 128. A tile of 64 x 64 scores takes 96
-                   products of 32 cycles for dk and dv at d = 128, 72 for dq, beside 700 and 450 instructions of a warp;
-                   at d = 64 half as many products, and 650 and 400 instructions, but three that take turns
+forward            at most 215; expected: 120 to 170 and 150 to 190; came: 181, 204. A warpgroup has 1536 cycles for
+                   the softmax of 128 keys, at d = 64 because three take turns; its instructions are 800
+backward           about 155 at that rate; expected: 95 to 115 and 100 to 125; came: 139, 158. A tile of 64 x 64
+                   scores takes 96 products of 32 cycles for dk and dv at d = 128, 72 for dq, beside 700 and 450
+                   instructions of a warp; at d = 64 half as many products, and 650 and 400 instructions, but three
+                   that take turns
 =================  =================================================================================================
 
 Where a row or a column is so small beside the largest number of its array that small has no digits left for it, or a
 number is not finite, the kernels of halves return at once, and those of TF32, launched behind them, compute everything;
 otherwise these return.
 
-Standard attention in float64 moves ``8 N^2`` bytes four times forward and seven times backward, beside its products 1.6
-and 1.1 times as long as these at d = 64, 0.8 and 0.6 times at d = 128: twice its speed, 52 TFLOP/s, is possible forward
-at d = 64, and more than the tensor cores have, or nearly, elsewhere.
+Standard attention in float64 makes 16 TFLOP/s forward at d = 64 and 28 at d = 128, 37 and 49 backward: to be twice as
+fast takes 32 and 56 forward, which the tensor cores have, and more than they have backward.
 """
 
 from __future__ import annotations

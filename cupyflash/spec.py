@@ -344,6 +344,11 @@ class SplitSpec(Spec):
     backward: bool
 
 
+def _halves_bytes(rows: int, head_dim: int) -> int:
+    """Of float32 rows in shared memory, as two float16."""
+    return 2 * 2 * rows * (64 if head_dim <= 64 else 128)
+
+
 @dataclass(frozen=True)
 class HopperPreciseSpec(Spec):
     """Of Hopper's forward of float32, by products of float16."""
@@ -367,14 +372,8 @@ class HopperPreciseSpec(Spec):
 
     @property
     def shared_bytes(self) -> int:
-        width, width_v = (64 if n <= 64 else 128 for n in (self.head_dim, self.head_dim_v))
-        rows, rows_v = self.block_q + self.slots * self.block_k, self.slots * self.block_k
-        return 2 * 2 * (rows * width + rows_v * width_v) + 1024
-
-
-def _halves_bytes(rows: int, head_dim: int) -> int:
-    """Of float32 rows in shared memory, as two float16."""
-    return 2 * 2 * rows * (64 if head_dim <= 64 else 128)
+        keys = self.slots * self.block_k
+        return _halves_bytes(self.block_q + keys, self.head_dim) + _halves_bytes(keys, self.head_dim_v) + 1024
 
 
 @dataclass(frozen=True)
