@@ -666,6 +666,20 @@ def test_precise_kernels_fit(arch, dtype, precision, head_dims):
         assert found[opcode] == precise_products(variant, int(arch[3:])), f"{about} multiplies elsewhere"
 
 
+def test_shared_memory_of_halves():
+    """A row of a tile is two float16 for each padded column; one kilobyte is for the alignment."""
+    rows = {
+        "hopper_precise_forward": lambda s: (64 * s.groups + s.slots * s.block_k, s.slots * s.block_k),
+        "hopper_precise_keys": lambda s: (64 * (s.groups + s.slots), 64 * (s.groups + s.slots_dout)),
+        "hopper_precise_queries": lambda s: (64 * (s.groups + s.slots), 64 * (s.groups + s.slots_v)),
+    }
+    variants = [one for one in precise.variants(90) if one.template in rows]
+    assert {one.template for one in variants} == rows.keys()
+    for one in variants:
+        widths = [precise.padded(n) for n in (one.spec.head_dim, one.spec.head_dim_v)]
+        assert one.spec.shared_bytes == 1024 + sum(4 * n * w for n, w in zip(rows[one.template](one.spec), widths))
+
+
 @needs_nvrtc
 @pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (128, 128), (33, 96), (96, 40)])
 def test_halves_fit(head_dim, head_dim_v):
