@@ -44,6 +44,7 @@ from .spec import (
     HopperForwardSpec,
     HopperKeysSpec,
     HopperQueriesSpec,
+    MaskWordsSpec,
     ModGradientSpec,
     PrepareSpec,
     SegmentsSpec,
@@ -457,10 +458,8 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         return HopperForwardSpec(d, dv, *tiling, packed, float32_out, access, *more)
 
     changed = problem.mods is not None or any(_change(problem))
-    if reads(problem):
+    if problem.bias:
         table = HOPPER_FORWARD_LOGITS
-        if problem.blocks:
-            table = {limit: tilings for limit, tilings in table.items() if divides_mask_tile(tilings[0][0])}
         few = problem.dropout and sum(_change(problem)) > 1  # registers
         spec = _with_logits(make, row(table)[-1 if few else 0 :], problem.dropout > 0)  # which spills with one at 128
     elif problem.blocks:
@@ -474,7 +473,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
             tilings = tilings | (HOPPER_FORWARD_TIGHT if problem.alibi else HOPPER_FORWARD_SOFTCAP)
         spec = make(row(tilings)[at])
         both = problem.mods is not None and any(_change(problem))
-        spare = problem.dropout or both or changed and (spec.packed or access < 16 or problem.varlen)
+        spare = problem.dropout or both or changed and (spec.packed or access < 16 or problem.varlen or problem.mask)
         if spare or problem.varlen and 64 < max(d, dv) <= 96:
             tilings = tilings | HOPPER_FORWARD_SPARE | (HOPPER_FORWARD_DROPPED if problem.dropout else {})
             tilings |= HOPPER_FORWARD_ALL if all(_change(problem)) else {}
@@ -529,12 +528,13 @@ def backward(problem: Problem, access: int, deterministic: bool, shared_limit: i
 def split(problem: Problem, deterministic: bool = False) -> bool:
     """Whether Hopper computes dq in a kernel of its own: two more products, which cost less than a sum in memory.
 
-    The one kernel has no registers left for a mask, for a bias or functions of the user up to 64, for functions that
-    read or follow a softcap, nor for a block mask where the order is fixed, the score changed or weights dropped.
+    The one kernel has no registers left for a mask beside a bias, for a bias or functions of the user up to 64, for
+    functions that read or follow a softcap, nor for a block mask where the order is fixed, the score changed or weights
+    dropped.
     Few keys do not split dropout, which costs the one kernel less: idle warps decide it.
     """
     width = max(problem.head_dim, problem.head_dim_v)
-    if problem.mask or width > 128:
+    if width > 128 or problem.mask and problem.bias:
         return True
     if problem.mods and (problem.mods.reads or problem.softcap is not None):
         return True
@@ -601,10 +601,10 @@ def hopper_backward(problem: Problem, access: int, deterministic: bool) -> Varia
     dv = min(n for n in HOPPER_DIMS_V if n >= problem.head_dim_v)
 
     def make(tiling, logit_slots=0):
-        more = *_change(problem), BIAS_TYPES.index(problem.bias), logit_slots, problem.blocks, bool(problem.varlen)
-        return HopperBackwardSpec(d, dv, *tiling, deterministic, access, *more)
+        more = *_change(problem), BIAS_TYPES.index(problem.bias), logit_slots, problem.mask, problem.blocks
+        return HopperBackwardSpec(d, dv, *tiling, deterministic, access, *more, varlen=bool(problem.varlen))
 
-    spec = _with_logits(make, (HOPPER_BACKWARD[d],)) if reads(problem) else make(HOPPER_BACKWARD[d])
+    spec = _with_logits(make, (HOPPER_BACKWARD[d],)) if problem.bias else make(HOPPER_BACKWARD[d])
     return Variant("sm90/backward.cuh", "hopper_backward", problem.dtype, spec, problem.mods)
 
 
@@ -673,6 +673,11 @@ def sink_gradient(before: Variant) -> Variant:
     """Return the kernel of dsink, of what `before` left."""
     spec = SinkSpec(32, before.spec.packed, before.spec.varlen)
     return Variant("any/sink.cuh", "sink_gradient", before.dtype, spec)
+
+
+def mask_words(main: Variant, along_rows: bool) -> Variant:
+    """Return the kernel before all others where `main` reads words of a mask; neighbours in memory are rows or not."""
+    return Variant("any/mask_words.cuh", "make_mask_words", main.dtype, MaskWordsSpec(8, along_rows))
 
 
 def segments(main: Variant) -> Variant:

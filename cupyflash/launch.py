@@ -35,6 +35,8 @@ from .structs import (
     LOGIT_MAP,
     MAP,
     MAPS,
+    MASK_WORDS_PARAMS,
+    MASK_WORDS_POINTERS,
     PRECISE_BACKWARD_PARAMS,
     PRECISE_FORWARD_PARAMS,
     SCALES,
@@ -51,6 +53,7 @@ from .structs import (
 
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
 L2_SHARE_SUMMED = 4 << 20  # the same for Hopper's main backward: 1 % faster than 24
+MASK_PART, PART_WORDS, PARTS_OF_BLOCK = 64, 128, 4  # in kernels/any/mask_words.cuh
 BIAS_BLOCKS = 4  # of the kernel of dbias, for each place on the GPU: with fewer tiles, blocks share them,
 BIAS_RUN = 16  # and with more, each computes up to so many, whose queries it reads once
 LARGE_MASK = 1 << 20  # elements of a head from which a mask is read once more, to skip the tiles that it hides
@@ -118,11 +121,19 @@ class Plan:
     slots: tuple[int, ...]  # the words that hold the pointers and the seed
     workspace: tuple[int, ...] = ()
     halves: tuple[int, ...] = ()  # elements of the float16 arrays that the plan splits its inputs into
+    mask_words: tuple[Plan, int] | None = None  # what makes the words of a mask before, and how many there are
     idle: list = field(default_factory=list)  # copies of the struct that no call uses, each with its argument list
 
     @classmethod
     def of(
-        cls, launches: tuple[Launch, ...], params: np.ndarray, names: tuple[str, ...], mods, workspace=(), halves=()
+        cls,
+        launches: tuple[Launch, ...],
+        params: np.ndarray,
+        names: tuple[str, ...],
+        mods,
+        workspace=(),
+        halves=(),
+        mask_words=None,
     ) -> Plan:
         slots = []
         for name in names:
@@ -132,7 +143,7 @@ class Plan:
                 slots += [params.dtype.fields[name][1] // 8 + slot for slot in mods.slots]
         kernels = tuple(launch.kernel for launch in launches)
         calls = tuple(launch.call for launch in launches)
-        return cls(calls, kernels, params.view(np.uint64), tuple(slots), workspace, halves)
+        return cls(calls, kernels, params.view(np.uint64), tuple(slots), workspace, halves, mask_words)
 
     def run(self, *pointers: int) -> None:
         # What CuPy does for any kernel and any arguments, in a fraction of the time.
@@ -189,8 +200,10 @@ def forward(
     taken = cupy.zeros(plan.workspace, np.uint32) if plan.workspace else None
     keep_for_graph(taken)
     halves, _held = _room_for_halves(plan)
+    words = _mask_words(plan, mask, bitmaps[0])
     more = halves or (_pointer(taken),)  # no plan has both
-    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask), *map(_word, captured), *more)
+    shown = mask if words is None else words
+    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(shown), *map(_word, captured), *more)
 
 
 def backward(
@@ -245,6 +258,7 @@ def backward(
     parts = cupy.empty(parts_size, np.float32) if parts_size else None
     keep_for_graph(delta, dq_sum, turn, parts, *mod_sums)
     halves, _held = _room_for_halves(plan)
+    words = _mask_words(plan, mask, bitmaps[1])
     plan.run(
         *(x.data.ptr for x in arrays),
         lse.data.ptr,
@@ -263,7 +277,7 @@ def backward(
         *map(_pointer, bitmaps),
         *map(_word, captured),
         # Into maps, if the plan has any.
-        *(halves or (*(x.data.ptr for x in arrays[:4]), _pointer(bias), _pointer(mask))),
+        *(halves or (*(x.data.ptr for x in arrays[:4]), _pointer(bias), _pointer(mask), _pointer(words))),
     )
     for gradient, total in zip((gradients or {}).values(), mod_sums):
         gradient[...] = total
@@ -318,6 +332,17 @@ def _room_for_halves(plan: Plan) -> tuple[tuple[int, ...], tuple]:
     keep_for_graph(room, scales)
     halves = [room.data.ptr + 2 * sum(plan.halves[:i]) for i in range(len(plan.halves))]
     return (scales.data.ptr + SCALES.fields["wide"][1], *halves, scales.data.ptr, *halves), (room, scales)
+
+
+def _mask_words(plan: Plan, mask, bitmaps):
+    """The mask in the order of accumulators, None where the plan needs none."""
+    if plan.mask_words is None:
+        return None
+    maker, count = plan.mask_words
+    words = cupy.empty(count, np.uint32)
+    keep_for_graph(words)
+    maker.run(mask.data.ptr, words.data.ptr, _pointer(bitmaps))
+    return words
 
 
 def _remember(key: tuple, plan: Plan) -> Plan:
@@ -459,7 +484,7 @@ def _split(device: int, params: np.ndarray, problem: Problem, inputs: list, rows
 
 
 def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Rest) -> Plan | None:
-    """Return None where the copy engine does not read the layout of q, k, v, bias or mask."""
+    """Return None where the copy engine does not read the layout of q, k, v or bias."""
     q, k, v, out = arrays
     if not all(map(tensor_map.possible, (q, k, v))):
         return None
@@ -480,8 +505,9 @@ def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Res
         if words is None:
             return None
         params[name] = words
-    if not _fill_logit_maps(params, problem, {"bias": rest.bias, "mask": rest.mask}, queries, group):
+    if not _fill_logit_maps(params, problem, {"bias": rest.bias}, queries, group):
         return None
+    words = _plan_mask_words(params, "mask", variant, rest, group)
     heads, tiles = problem.heads_q // group, -(-problem.seqlen_q // (spec.block_q // 64 * queries))
     clusters = _attribute(device, "MultiProcessorCount") // spec.cluster
     params["order"], runs = _order(problem, heads, tiles, clusters * spec.teams, pairs=not problem.blocks)
@@ -493,8 +519,51 @@ def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Res
     launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
     names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
     if problem.blocks:
-        return Plan.of((launch,), params, (*names, "taken"), problem.mods, (1,))
-    return Plan.of((launch,), params, names, problem.mods)
+        return Plan.of((launch,), params, (*names, "taken"), problem.mods, (1,), mask_words=words)
+    return Plan.of((launch,), params, names, problem.mods, mask_words=words)
+
+
+def _plan_mask_words(params: np.ndarray, name: str, main: Variant, rest: Rest, group: int = 1, by_key: bool = False):
+    """Write the field `name` of what `main` reads of a mask, unless that is None; return `Plan.mask_words`.
+
+    Along an axis with one entry for all there is one head, or one part. Rows are the queries of `group` heads, or keys;
+    so are those of the `bitmaps`. One more part than exists ends each axis: tiles may go beyond it.
+    """
+    mask, bitmaps = rest.mask, rest.bitmaps[by_key]
+    if mask is None:
+        return None
+    shape, strides = list(mask.shape), [step if n > 1 else 0 for step, n in zip(mask.strides, mask.shape)]
+    if by_key:
+        shape[2:], strides[2:] = shape[:1:-1], strides[:1:-1]
+    batches, heads, rows, cols = (
+        n if step else one for n, step, one in zip(shape, strides, (1, group, *2 * (MASK_PART,)))
+    )
+    own_batch, own_head, own_row, own_col = map(bool, strides)
+    heads, row_step = heads // group, MASK_PART // group
+    row_parts, col_parts = (-(-rows // row_step) if own_row else 1), -(-cols // MASK_PART)
+    row_size = PART_WORDS * (col_parts + own_col)
+    head_size = row_size * (row_parts + own_row)
+    made = own_batch * heads * head_size, own_head * head_size, own_row * row_size, own_col * PART_WORDS
+    along_rows = own_row and not (own_col and abs(strides[3]) <= abs(strides[2]))
+    neighbours, others = (2, 3) if along_rows else (3, 2)
+    aligned = [mask.data.ptr, shape[neighbours], *strides[:2], strides[others]]
+    wide = strides[neighbours] == 1 and not any(n % 16 for n in aligned) and not (along_rows and group > 1)
+    maker = np.zeros(1, MASK_WORDS_PARAMS)
+    maker["mask"], maker["words"] = (0, *strides), (0, *made)
+    counts = heads, group, rows, row_step, cols, row_parts, col_parts, wide
+    for field_name, count in zip(MASK_WORDS_PARAMS.names[3:], counts):
+        maker[field_name] = count
+    params[name] = (0, *made)
+    pointers = MASK_WORDS_POINTERS
+    outer = bitmaps is not None and own_row and own_col and zip((own_batch, own_head), bitmaps.shape)
+    if outer and all(own or n == 1 for own, n in outer):
+        fill_blocks(maker, "blocks", bitmaps)
+    else:  # a part is that of several tiles, of which one may need it
+        pointers = pointers[:-1]
+    slow_parts, fast_parts = (col_parts, row_parts) if along_rows else (row_parts, col_parts)
+    blocks = _blocks(batches * heads, slow_parts * -(-fast_parts // PARTS_OF_BLOCK))
+    launch = Launch.of(choose.mask_words(main, along_rows), blocks)
+    return Plan.of((launch,), maker, pointers, None), batches * heads * head_size
 
 
 def _fill_logit_maps(params: np.ndarray, problem: Problem, arrays: dict, rows: int, heads: int = 1) -> bool:
@@ -666,6 +735,7 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, rest: Re
     logits = {"bias_map": rest.bias}
     if not _fill_maps(params, problem, copied, rows) or not _fill_logit_maps(params, problem, logits, spec.block_q):
         return None
+    words = _plan_mask_words(params, "words", main, rest, by_key=True)
     pairs_q, tiles = problem.batch * problem.heads_q, -(-problem.seqlen_k // spec.block_k)
     most = _attribute(device, "MultiProcessorCount")
     # Deterministic blocks take one tile after the other; they must not pair those that others wait for.
@@ -687,7 +757,7 @@ def _plan_hopper_backward(device: int, problem: Problem, arrays: tuple, rest: Re
     )
     turns = 1 + pairs_q * -(-problem.seqlen_q // 16) if deterministic else 0
     workspace = (pairs_q * 2 * _statistic_rows(problem), _dq_sum_size(problem, spec), turns, parts_size)
-    return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, workspace)
+    return Plan.of(launches, params, HOPPER_POINTERS, problem.mods, workspace, mask_words=words)
 
 
 def _fill_maps(params: np.ndarray, problem: Problem, copied: list, rows: tuple[int, ...]) -> bool:

@@ -118,7 +118,7 @@ class HopperForwardSpec(Spec):
     def shared_bytes(self) -> int:
         width = -(-max(self.head_dim, self.head_dim_v) // 64) * 64
         tiles = 2 * width * self.teams * (self.q_slots * 64 + self.slots * self.block_k)
-        logits = self.groups * self.logit_slots * _logit_bytes(self.bias, self.mask, 64, self.block_k)
+        logits = self.groups * self.logit_slots * _logit_bytes(self.bias, False, 64, self.block_k)
         return tiles + logits + 1024
 
 
@@ -172,6 +172,7 @@ class HopperBackwardSpec(Spec):
     dropout: bool = False
     bias: int = 0  # of BIAS_TYPES
     logit_slots: int = 0
+    mask: bool = False
     blocks: bool = False
     varlen: bool = False
 
@@ -192,7 +193,8 @@ class HopperBackwardSpec(Spec):
         tiles = 2 * ((self.key_slots * self.block_k + self.stages * self.block_q) * width + scores)
         kept = self.dropout * self.stages * self.block_k * self.block_q // 8
         logits = self.logit_slots * _logit_bytes(self.bias, False, self.block_q, self.block_k)
-        return tiles + statistics + kept + logits + 1024
+        words = self.mask * self.stages * self.block_k * self.block_q // 8
+        return tiles + statistics + kept + logits + words + 1024
 
 
 @dataclass(frozen=True)
@@ -457,6 +459,14 @@ class ModGradientSpec(Spec):
     @property
     def shared_bytes(self) -> int:
         return 2 * (self.block_q + self.block_k) * (self.head_dim + self.head_dim_v)
+
+
+@dataclass(frozen=True)
+class MaskWordsSpec(Spec):
+    """Of the kernel that puts a mask into the order of accumulators."""
+
+    warps: int
+    along_rows: bool
 
 
 @dataclass(frozen=True)

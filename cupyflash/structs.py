@@ -1,5 +1,5 @@
-"""The parameter structs of the kernels: NumPy twins of those in ``kernels/core/params.cuh``, ``any/segments.cuh`` and,
-for Hopper's, ``sm90/forward.cuh`` and ``sm90/backward_params.cuh``. Strides count elements.
+"""The parameter structs of the kernels: NumPy twins of those in ``kernels/core/params.cuh``, ``any/segments.cuh``,
+``any/mask_words.cuh`` and, for Hopper's, ``sm90/forward.cuh`` and ``sm90/backward_params.cuh``. Strides count elements.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ BIAS_GRADIENT = np.dtype(
     [("data", "u8"), *((n, "i4") for n in ("batches", "heads", "rows", "cols", "chunks", "run", "parts"))], align=True
 )
 BLOCKS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "words"))], align=True)
+MASK_WORDS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "row", "col"))], align=True)
 DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4"), ("bits", "u4", 32)], align=True)
 TILE_KINDS = ("queries", "keys", "blocks", "statistics")  # TileKind
 TILE_LIST = np.dtype([(n, "i4") for n in ("at", "rows", "paired", "bound")])
@@ -106,14 +107,14 @@ HOPPER_FORWARD_PARAMS = _with_maps(
     *((n, MAP) for n in ("q", "k", "v", "out_map")),
     *(("out", ARRAY), ("lse", ROW_ARRAY), ("sizes", SIZES), ("order", ORDER), ("queries", "i4")),
     *(("score", SCORE), ("sink", SINK), ("dropout", DROPOUT), ("blocks", BLOCKS)),
-    *(("bias", LOGIT_MAP), ("mask", LOGIT_MAP), ("segments", SEGMENTS), ("taken", "u8")),
+    *(("bias", LOGIT_MAP), ("segments", SEGMENTS), ("taken", "u8"), ("mask", MASK_WORDS)),
 )
 # The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
 HOPPER_BACKWARD_PARAMS = _with_maps(
     *((n, BACKWARD_PARAMS[n]) for n in BACKWARD_PARAMS.names),
     *((n, MAP) for n in ("q_map", "k_map", "v_map", "dout_map")),
     *(("keys", ORDER), ("queries", ORDER), ("rotated", "i4")),
-    *(("bias_map", LOGIT_MAP), ("mask_map", LOGIT_MAP)),
+    *(("bias_map", LOGIT_MAP), ("mask_map", LOGIT_MAP), ("words", MASK_WORDS)),
 )
 # Those of the kernels that multiply halves, in sm90/precise_params.cuh.
 HOPPER_PRECISE_FORWARD_PARAMS = _with_maps(
@@ -133,6 +134,11 @@ SEGMENTS_PARAMS = np.dtype(
     + [*((n, CLEARED) for n in ("of_q", "of_k", "of_v")), ("lse", ROW_ARRAY), ("heads", "i4")],
     align=True,
 )
+_COUNTS = "heads group rows row_step cols row_parts col_parts wide"
+MASK_WORDS_PARAMS = np.dtype(
+    [("mask", LOGIT_ARRAY), ("words", MASK_WORDS), ("blocks", BLOCKS), *((n, "i4") for n in _COUNTS.split())],
+    align=True,
+)
 # And the seed, in the place of one; "mods": as many as there are values that functions of the user captured.
 FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
 BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n not in ("sizes", "segments")), "mods")
@@ -140,7 +146,8 @@ MAPS = ("q_map", "k_map", "v_map", "dout_map")
 # Of `Plan.halves`: the flag, the halves, their scales, and the halves again for their maps.
 HALVES_FORWARD_POINTERS = ("only_if", *(f"halves.{n}" for n in (*OPERANDS[:3], "scales")), *MAPS[:3])
 HALVES_BACKWARD_POINTERS = ("only_if", *(f"halves.{n}" for n in (*OPERANDS, "scales")), *MAPS)
-HOPPER_POINTERS = (*BACKWARD_POINTERS, *MAPS, "bias_map", "mask_map")
+HOPPER_POINTERS = (*BACKWARD_POINTERS, *MAPS, "bias_map", "mask_map", "words")
+MASK_WORDS_POINTERS = ("mask", "words", "blocks")
 SEGMENTS_POINTERS = tuple(f"lengths_{side}.{name}" for side in "qk" for name in ("starts", "used"))
 SEGMENTS_POINTERS += ("segments", "of_q", "of_k", "of_v", "lse")
 MOST = (1 << 31) - 1

@@ -38,7 +38,7 @@ struct HopperForwardSpec {
   bool softcap, alibi, dropout;
   int bias;  // BiasType
   bool mask;
-  int logit_slots;  // tiles of bias and mask in flight, of a group
+  int logit_slots;  // tiles of bias in flight, of a group
   bool blocks;
   bool bounded;  // by softcap, so that no maximum is needed
   bool varlen;
@@ -82,6 +82,7 @@ struct HopperBackwardSpec {
   bool softcap, alibi, dropout;
   int bias;         // BiasType
   int logit_slots;  // tiles of it in flight
+  bool mask;
   bool blocks;
   bool varlen;
 
@@ -136,6 +137,11 @@ struct ModGradientSpec {  // of the kernel of dscore_mod
   int bias;  // BiasType
   bool mask;
   bool blocks;
+};
+
+struct MaskWordsSpec {  // of the kernel that puts a mask into the order of accumulators
+  int warps;
+  bool along_rows;  // neighbours in memory are rows, not columns
 };
 
 struct SegmentsSpec {  // of the kernel that finds the tiles of packed sequences

@@ -42,7 +42,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   uint32* const kept_words = reinterpret_cast<uint32*>(shared + (tiles.kept - shared_address(shared)));
   using Change = ScoreChange<kSpec.softcap, kSpec.alibi, false, Mods>;
   static_assert(!Change::kModded || !TileLogits::kAny, "no registers are left for both");
-  static_assert(!kSpec.dropout || !Change::kModded && !kSpec.blocks && !TileLogits::kAny, "nor beside dropout");
+  static_assert(!kSpec.dropout || !Change::kModded && !kSpec.blocks && !kSpec.mask && !TileLogits::kAny,
+                "nor beside dropout");
+  static_assert(!kSpec.mask || !Change::kModded && !TileLogits::kAny, "nor beside a mask");
   if constexpr (Change::kModded) {
     __shared__ int heads[kSpec.stages];
     tiles.heads = heads;
@@ -85,6 +87,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   int flags = 0, flags_before = 0, blocks = 0;
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
+  ShownBits<kBlockQ> shown;
   // The narrow stores, and softcap with a bias, have no registers left for lse. The narrow stores, and softcap with
   // ALiBi, have none for delta beside dropout; nor have 128 queries with softcap or dropout.
   constexpr bool kReadsAhead = kSpec.access == 16 && !(kSpec.softcap && TileLogits::kAny);
@@ -150,6 +153,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     const Job& job = tiles.job(ahead);
     flags_before = flags, part_before = part();
     flags = job.flags, block = job.block, blocks = job.blocks;
+    if constexpr (kSpec.mask)
+#pragma unroll
+      for (int part = 0; part < kBlockQ / 64; ++part) shown.words[part] = tiles.word(shared, group, part, ahead);
   };
   const auto read_lse = [&](int ahead, int first, int end) {
 #pragma unroll
@@ -193,6 +199,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       if constexpr (kSpec.varlen) return tiles.key_tile().band().queries(key);
       return Band(s).queries(key);
     };
+    const bool hides_some = kSpec.mask && (!kSpec.blocks || flags & Job::kMasked);
     Weights<kBlockQ> weights;
     if constexpr (Change::kAny || TileLogits::kAny) {
       const Slant slant = change.slant(
@@ -216,11 +223,18 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       if (flags >> group & 1)
         change.hide(prob, weights, tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query,
                     visible);
+      if (hides_some) change.hide_masked(prob, weights, shown);
       logits.release();
     } else {
       if (flags >> group & 1)
         prob.hide(tiles.key_tile().first_key + 64 * group + warp_row(), tiles.job().first_query, hidden_score(s),
                   visible);
+      if (hides_some) {
+#pragma unroll
+        for (int j = 0; j < kBlockQ / 8; ++j)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) prob.x[j][i] = shown(j, i) ? prob.x[j][i] : hidden_score(s);
+      }
 #pragma unroll
       for (int j = 0; j < kBlockQ / 8; ++j)
 #pragma unroll

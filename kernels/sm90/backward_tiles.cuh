@@ -15,9 +15,9 @@ namespace cupyflash {
 
 // What is to be done with one tile of queries, as the copying warp says it.
 struct alignas(16) Job {  // flags, block and blocks are read together
-  // Bit i: the mask hides some score of group i. Then: there is no tile before, whose dq is to be made; the last tile
-  // of its keys; all is added before the next tile begins; no tile.
-  static constexpr int kFirst = 128, kLast = 256, kDrains = 512, kEnd = 1024;
+  // Bit i: the band hides some score of group i. Then: the mask has words for it; there is no tile before, whose dq is
+  // to be made; the last tile of its keys; all is added before the next tile begins; no tile.
+  static constexpr int kMasked = 64, kFirst = 128, kLast = 256, kDrains = 512, kEnd = 1024;
   int flags;
   uint32 block;  // of dq_sum, where the tile begins; `blocks` of them exist
   int blocks;
@@ -67,9 +67,11 @@ struct BackwardTiles {  // in shared memory
   static constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ), kStatisticBytes = 8 * kBlockQ;
   static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 6;
   static constexpr int kKeptBytes = 4 * Dropping::words(kBlockQ, kBlockK), kDecidingWarps = kSpec.dropout ? 2 : 0;
+  static constexpr int kPartBytes = 4 * kPartLanes, kParts = kBlockQ / 64;  // of a group
+  static constexpr int kWordBytes = kSpec.mask ? kSpec.groups * kParts * kPartBytes : 0;
   using TileLogits = Logits<kSpec.bias, false, kBlockQ, kBlockK, kSpec.logit_slots>;
 
-  uint32 k, v, q, dout, ds, statistics, kept, barriers;
+  uint32 k, v, q, dout, ds, statistics, kept, words, barriers;
   Job* jobs;
   Alibi* alibis;
   LogitPlace* places;
@@ -86,6 +88,7 @@ struct BackwardTiles {  // in shared memory
         ds(dout + kSpec.stages * kDoutBytes),
         statistics(ds + 2 * kDsBytes + TileLogits::kBytes),
         kept(statistics + kSpec.stages * kStatisticBytes),
+        words(kept + kSpec.stages * kKeptBytes),
         barriers(shared_address(barriers)),
         jobs(jobs),
         alibis(alibis),
@@ -94,7 +97,7 @@ struct BackwardTiles {  // in shared memory
 
   __device__ __forceinline__ Ring<kSlots> keys() const { return Ring<kSlots>(barriers, key_count); }
   __device__ __forceinline__ Ring<kSlots> values() const { return Ring<kSlots>(barriers + 16 * kSlots, key_count); }
-  // q, with jobs and statistics.
+  // q, with jobs, statistics and words.
   __device__ __forceinline__ Ring<kSpec.stages> queries() const {
     return Ring<kSpec.stages>(barriers + 32 * kSlots, count);
   }
@@ -114,6 +117,11 @@ struct BackwardTiles {  // in shared memory
   __device__ __forceinline__ Alibi& alibi(int ahead = 0) const { return alibis[queries().slot(ahead)]; }
   __device__ __forceinline__ LogitPlace& place() const { return places[queries().slot()]; }
   __device__ __forceinline__ int& head() const { return heads[queries().slot()]; }
+  // Of the mask, for this lane of a group.
+  __device__ __forceinline__ uint32 word(const char* shared, int group, int part, int ahead) const {
+    const uint32 at = words + queries().slot(ahead) * kWordBytes + (group * kParts + part) * kPartBytes;
+    return reinterpret_cast<const uint32*>(shared + (at - shared_address(shared)))[threadIdx.x % kPartLanes];
+  }
   __device__ __forceinline__ KeyTile<kSpec.varlen>& key_tile() const { return key_tiles[key_count % kSlots]; }
   __device__ __forceinline__ void advance(bool last) {
     ++count;
@@ -300,12 +308,23 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
   const auto place_of_work = [&](const Work& work) {
     return place_of<kSpec.varlen>(s, p.segments, kSpec.varlen ? opaque(work.batch) : work.batch);
   };
-  const auto copy_queries = [&](const Where& place, int first, int head) {  // with what comes with them
+  const auto copy_queries = [&](const Where& place, int first, int head, bool masked) {  // with what comes with them
     const uint32 full = tiles.queries().full(tiles.queries().slot()), slot = tiles.queries().slot();
     const int64 row = place.statistic(s, head) + first;
-    barrier_expect(full, Tiles::kQBytes + Tiles::kStatisticBytes);
+    barrier_expect(full, Tiles::kQBytes + Tiles::kStatisticBytes + (masked ? Tiles::kWordBytes : 0));
     copy_tile<kBlockQ, kDim>(tiles.q + slot * Tiles::kQBytes, p.q_map, full, first, head, place.rows_q());
     copy_bytes(tiles.statistics + slot * Tiles::kStatisticBytes, p.delta.data + 2 * row, full, Tiles::kStatisticBytes);
+  };
+  const auto copy_words = [&](const Work& work, int first, int head) {
+    const uint32* source = p.words.data + work.batch * p.words.batch + head * p.words.head +
+                           work.tile * kSpec.groups * p.words.row + first / 64 * p.words.col;
+    uint32 target = tiles.words + tiles.queries().slot() * Tiles::kWordBytes;
+#pragma unroll
+    for (int group = 0; group < kSpec.groups; ++group, source += p.words.row)
+#pragma unroll
+      for (int part = 0; part < Tiles::kParts; ++part, target += Tiles::kPartBytes)
+        copy_bytes(target, source + part * p.words.col, tiles.queries().full(tiles.queries().slot()),
+                   Tiles::kPartBytes);
   };
   const auto copy_keys = [&](const Where& place, const Work& work) {
     const int slot = tiles.keys().slot(), first_key = work.tile * kBlockK;
@@ -331,8 +350,10 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
 #pragma unroll 1
     while (true) {
       const bool begins = kSpec.blocks ? first_of_keys : in_group == 0 && in_head == 0;
+      bool masked = kSpec.mask;
       if constexpr (kSpec.blocks) {
         tile = shown.tile, in_group = shown.head - work.head * s.group;
+        if constexpr (kSpec.mask) masked = shown.in_part(p.key_blocks);
         shown.next(p.key_blocks);
       }
       const bool last = kSpec.blocks ? !shown.left() : in_group == s.group - 1 && in_head == count - 1;
@@ -342,7 +363,8 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
       const bool drains = last && (kSpec.key_slots == 1 || !key_tiles.left() || begins);
       barrier_wait(tiles.queries().empty(slot), tiles.queries().parity() ^ 1);
       if (lane_index() == 0) {
-        const int flags = (drained ? Job::kFirst : 0) | (last ? Job::kLast : 0) | (drains ? Job::kDrains : 0);
+        const int flags = (drained ? Job::kFirst : 0) | (last ? Job::kLast : 0) | (drains ? Job::kDrains : 0) |
+                          (masked ? Job::kMasked : 0);
         tiles.job() = make_job<kSpec>(p, place_of_work(work), work, head, first, flags);
         if constexpr (kSpec.alibi)
           tiles.alibi() = {change.slope(work.batch, head),
@@ -350,7 +372,8 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
         if constexpr (Tiles::TileLogits::kAny || kSpec.dropout)
           tiles.place() = {work.batch, head, first, work.tile * kBlockK};
         if constexpr (kModded) tiles.head() = head;
-        copy_queries(place_of_work(work), first, head);
+        copy_queries(place_of_work(work), first, head, masked);
+        if (masked) copy_words(work, first, head);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,
                                     tiles.values().acquire(Tiles::kVBytes), work.tile * kBlockK, work.head,

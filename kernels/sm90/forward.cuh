@@ -4,6 +4,7 @@
 #pragma once
 
 #include "any/dropout.cuh"
+#include "any/mask_words.cuh"
 #include "any/mods.cuh"
 #include "core/blocks.cuh"
 #include "core/epilogue.cuh"
@@ -29,9 +30,10 @@ struct HopperForwardParams {
   Sink sink;
   Dropout dropout;
   BlockMask blocks;
-  LogitMap bias, mask;
+  LogitMap bias;
   Segments segments;
   uint32* taken;  // runs that blocks took beyond their first ones, where a block mask makes them unequal
+  MaskWords mask;
 };
 
 template <class T, HopperForwardSpec kSpec, class Mods = NoMods>
@@ -48,7 +50,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr bool kStaged = kSpec.staged();
   using Runs = Dealer<kSpec.blocks>;
   static_assert(registers_suffice(kSpec), "what the roles take is more than a block has");
-  using GroupLogits = Logits<kSpec.bias, kSpec.mask, 64, kBlockK, kSpec.logit_slots>;
+  using GroupLogits = Logits<kSpec.bias, false, 64, kBlockK, kSpec.logit_slots>;
   static_assert(!GroupLogits::kAny || kTeams == 1, "a warp is left to copy them");
   static_assert(!kSpec.blocks || kSpec.bias == kNoBias, "its tiles come for all keys");
   static_assert(kStaged || !kSpec.packed, "only the copy engine writes several heads");
@@ -172,8 +174,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         }
       }
     } else if (GroupLogits::kAny && copier == 2 && lane_index() == 0) {
-      if constexpr (kSpec.bias != kNoBias) prefetch_map(p.bias.map);
-      if constexpr (kSpec.mask) prefetch_map(p.mask.map);
+      prefetch_map(p.bias.map);
       uint32 counts[kGroups] = {};
       for (; works.left(); runs.follow(works, false)) {
         const Work& work = works.work;
@@ -190,7 +191,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
                                                    : Range{0, -1};
             if (tile >= own.first && tile <= own.last && shown.in_part(tile))
               logits_of(group, counts[group]++)
-                  .copy(p.bias, p.mask, {work.batch, head_of_q(work), first, tile * kBlockK}, queries,
+                  .copy(p.bias, p.bias, {work.batch, head_of_q(work), first, tile * kBlockK}, queries,
                         kSpec.packed ? s.group : 1);
           }
       }
@@ -246,6 +247,12 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   int head[2], query[2];  // of this lane's rows, for functions of the user
   // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
   // may there be keys that do not exist.
+  ShownBits<kSpec.mask ? kBlockK : 64> shown_bits;
+  const uint32* mask_row = nullptr;                     // this lane's words
+  const auto load_bits = [&](int tile, bool in_part) {  // early, before what the wait for the scores would hide
+    if constexpr (kSpec.mask)
+      if (in_part) shown_bits.load(mask_row, p.mask.col, tile);
+  };
   const auto weigh = [&](const Where& place, int tile, bool first, bool in_part) {
     const int first_key = tile * kBlockK;
     const auto slant = [&] {
@@ -296,11 +303,10 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
                      [&](int row) { return band_in(band, place).keys(query_of(row)); });
     if constexpr (kSpec.mask) {
       if (in_part) {
-        auto shown = logits.row_mask(row_of(p.mask));
 #pragma unroll
         for (int j = 0; j < kBlockK / 8; ++j)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) scores[0].x[j][i] = shown(j, i) ? scores[0].x[j][i] : -kInfinity;
+          for (int i = 0; i < 4; ++i) scores[0].x[j][i] = shown_bits(j, i) ? scores[0].x[j][i] : -kInfinity;
       }
     }
     if (in_part) logits.release();
@@ -396,8 +402,15 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         const int row = warp_row + out[0].row(half);
         head[half] = head_of_row(work, row), query[half] = query_of(row);
       }
+    if constexpr (kSpec.mask) {
+      const int part = first_query / queries;
+      mask_row = p.mask.data + work.batch * p.mask.batch + work.head * p.mask.head + part * p.mask.row +
+                 threadIdx.x % kPartLanes;
+    }
     q_ring.wait(group);
     if (first_tile >= own.first) {
+      const bool in_part = shown.in_part(first_tile);
+      load_bits(first_tile, in_part);
       sit_out(before, true);
       ring.wait();
       turns.wait();
@@ -407,18 +420,19 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       ring.release();
       ring.advance();
       if (before > 0) skip(1);
-      weigh(place, first_tile, true, shown.in_part(first_tile));
+      weigh(place, first_tile, true, in_part);
       round_weights();
 #pragma unroll 1
       for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
            tile = shown.down(tile - 1, own.first)) {
+        const bool in_part = shown.in_part(tile);
+        load_bits(tile, in_part);
         ring.wait();
         turns.wait();
         issue_scores();
         ring.wait(1);
         issue_out(1);  // of the tile before
         turns.pass_on();
-        const bool in_part = shown.in_part(tile);
         wgmma_wait<1>();  // the scores are there; k is free, the product with v goes on
         ring.release();
         const bool raised = weigh(place, tile, false, in_part);
