@@ -276,11 +276,10 @@ def test_block_masks(d, dv):
             one = replace(problem(d, dv), **grouped, **options)
             specs = [choose.forward(one, 16, False, HOPPER_LIMIT).spec]
             specs += [choose.backward(one, 16, x, HOPPER_LIMIT).spec for x in (False, True)]
-            if not one.mask:
-                specs.append(choose.hopper_forward(one, 16, False).spec)
-                assert is_valid(specs[-1]) and not specs[-1].packed
+            specs.append(choose.hopper_forward(one, 16, False).spec)
+            assert is_valid(specs[-1]) and not specs[-1].packed and specs[-1].mask == one.mask
             for deterministic in (False, True):
-                if one.mask or choose.backward_elsewhere(one):
+                if choose.backward_elsewhere(one):
                     continue
                 if choose.split(one, deterministic):
                     specs += [variant.spec for variant in choose.hopper_split_backward(one, 16)]
@@ -314,22 +313,26 @@ def test_split_backward():
     "bias, mask", [("bfloat16", False), ("float32", False), (None, True), ("float16", True), ("float32", True)]
 )
 def test_bias_and_mask_on_hopper(bias, mask):
-    """Each warpgroup has one or two tiles of them; where a backward has no room, the portable kernels do it."""
+    """Each warpgroup has one or two tiles of them, or words of a mask where the backward is one kernel, and always in
+    the forward; where a backward has no room, the portable kernels do it.
+    """
     dims = (1, 16, 64, 65, 96, 97, 128, 129, 192, 193, 256)
     for d, dv, seqlen_k in product(dims, dims, (512, 513)):
         one = replace(problem(d, dv), seqlen_k=seqlen_k, bias=bias, mask=mask)
         mains = [choose.hopper_forward(one, 16, False), choose.hopper_forward(one, 2, True)]
         assert choose.backward_elsewhere(one) == (max(d, dv) > (128 if (bias, mask) == ("float32", True) else 192))
         if not choose.backward_elsewhere(one):
-            single = 64 < max(d, dv) <= 128 and seqlen_k > 512 and not mask
-            assert choose.split(one) != single
+            single = 64 < max(d, dv) <= 128 and seqlen_k > 512 and not (bias and mask)
+            single |= bias is None and max(d, dv) <= 64
+            assert choose.split(one) != single == (not choose.split(one, True))
             backwards = (choose.hopper_backward(one, 16, False),) if single else choose.hopper_split_backward(one, 16)
             mains += backwards
         for spec in (main.spec for main in mains):
             assert is_valid(spec) and fits(spec, HOPPER_LIMIT), spec
             assert (BIAS_TYPES[spec.bias], getattr(spec, "mask", False)) == (bias, mask)
-            assert spec.logit_slots in (1, 2)
-            assert getattr(spec, "teams", 1) == 1, "a warp is left to copy them"
+            tiles = bias is not None or isinstance(spec, (choose.HopperKeysSpec, choose.HopperQueriesSpec))
+            assert spec.logit_slots in ((1, 2) if tiles else (0,))
+            assert not tiles or getattr(spec, "teams", 1) == 1, "a warp is left to copy them"
     assert not any(choose.backward_elsewhere(problem(d)) for d in dims)
     dropped = replace(problem(64), dropout=0.5)
     assert choose.backward_elsewhere(replace(dropped, bias=bias, mask=mask)) and not choose.backward_elsewhere(dropped)
@@ -375,20 +378,26 @@ def test_dbias_beside_dq():
 
 
 def test_shared_bytes_of_bias_and_mask():
-    """In panels of 128 bytes a row: of a mask, 128 columns, even if only 64 are there."""
+    """In panels of 128 bytes a row: of a mask, 128 columns, even if only 64 are there. Or in words of it, a bit for
+    each score of the tiles of queries that are on their way; the forward has them in registers.
+    """
     plain = replace(problem(128), seqlen_k=513)
     expected = {("bfloat16", False): 256, ("float32", False): 512, (None, True): 128, ("float16", True): 384}
     for (bias, mask), row in expected.items():
         one = replace(plain, bias=bias, mask=mask)
         spec = choose.hopper_forward(one, 16, False).spec
-        assert (spec.block_k, spec.groups, spec.q_slots, spec.slots) == (128, 2, 2, 4)
-        assert spec.shared_bytes == 1024 + 2 * 128 * (2 * 64 + 4 * 128) + 2 * spec.logit_slots * 64 * row
+        assert (spec.block_k, spec.groups, spec.q_slots, spec.slots) == (128, 2, 2 if bias else 4, 4)
+        of_bias = 2 * spec.logit_slots * 64 * (row - 128 * mask)
+        assert spec.shared_bytes == 1024 + 2 * 128 * (spec.q_slots * 64 + 4 * 128) + of_bias
         keys, queries = (variant.spec for variant in choose.hopper_split_backward(one, 16))
         before = [variant.spec.shared_bytes for variant in choose.hopper_split_backward(plain, 16)]
         row = {256: 128, 512: 256, 128: 128, 384: 256}[row]
         assert keys.shared_bytes - before[0] == keys.logit_slots * 64 * row
         assert queries.shared_bytes - before[1] == queries.logit_slots * 128 * row
-        if not mask:
+        if not bias:
+            spec, before = (choose.hopper_backward(p, 16, False).spec for p in (one, plain))
+            assert spec.shared_bytes - before.shared_bytes == 2 * 128 * 64 // 8 and spec.logit_slots == 0
+        elif not mask:
             spec, before = (choose.hopper_backward(p, 16, False).spec for p in (one, plain))
             assert spec.shared_bytes - before.shared_bytes == 2 * 64 * 2 * row and spec.logit_slots == 2
 

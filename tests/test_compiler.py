@@ -24,7 +24,7 @@ needs_nvrtc = pytest.mark.skipif(bool(tools.nvrtc_missing()), reason=str(tools.n
 KERNELS = compiler.kernel_dir()
 HEADERS = sorted(path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cuh"))
 TOP_HEADERS = (
-    *("any/around_backward.cuh", "any/segments.cuh", "any/sink.cuh"),
+    *("any/around_backward.cuh", "any/mask_words.cuh", "any/segments.cuh", "any/sink.cuh"),
     *("sm80/forward.cuh", "sm80/backward.cuh", "sm80/bias_gradient.cuh"),
     *("sm90/forward.cuh", "sm90/backward.cuh", "sm90/backward_keys.cuh", "sm90/backward_queries.cuh"),
     "sm90/bias_gradient.cuh",
@@ -139,7 +139,7 @@ def test_top_headers():
     """They are what the tables hold, on any GPU, and what packed sequences, a bias and a function of the user need."""
     variants = [variant for capability in choose.SHARED_LIMIT for variant in choose.variants(capability)]
     more = {choose.segments(variants[0]).header, bias_gradient(64).header, hopper_bias_gradient(64).header}
-    more |= {"sm80/mod_gradient.cuh"}
+    more |= {"sm80/mod_gradient.cuh", "any/mask_words.cuh"}
     assert {variant.header for variant in variants} == set(TOP_HEADERS) - more
 
 
@@ -271,6 +271,7 @@ NESTED = {
     structs.BIAS_GRADIENT: "cupyflash::BiasGradient",
     structs.LOGIT_MAP: "cupyflash::LogitMap",
     structs.BLOCKS: "cupyflash::BlockMask",
+    structs.MASK_WORDS: "cupyflash::MaskWords",
     structs.SEGMENTS: "cupyflash::Segments",
     structs.TILE_LISTS: "cupyflash::TileList[cupyflash::kTileKinds]",
     structs.LENGTHS: "cupyflash::Lengths",
@@ -331,6 +332,9 @@ def test_struct_twins():
     lines.append(f"static_assert(sizeof(cupyflash::Segment) == {4 * structs.SEGMENT_WORDS});")
     lines.append(f"static_assert(cupyflash::Segments::kHead == {structs.TABLE_HEAD});")
     compile_twins(lines, "any/segments.cuh")
+    twins = {"MaskWords": structs.MASK_WORDS, "MaskWordsParams": structs.MASK_WORDS_PARAMS}
+    lines = [line for name, dtype in twins.items() for line in same_struct(name, dtype, NESTED)]
+    compile_twins(lines, "any/mask_words.cuh")
     for name in structs.BACKWARD_PARAMS.names:  # the kernels before and after take the first part as theirs
         assert structs.HOPPER_BACKWARD_PARAMS.fields[name] == structs.BACKWARD_PARAMS.fields[name]
 
@@ -385,7 +389,7 @@ SPECS = (
     *(spec.BiasGradientSpec, spec.HopperBiasGradientSpec, spec.BiasSumSpec),
     *(spec.PreciseForwardSpec, spec.PreciseKeysSpec, spec.PreciseQueriesSpec, spec.PreciseDeltaSpec),
     *(spec.SplitSpec, spec.HopperPreciseSpec, spec.HopperPreciseKeysSpec, spec.HopperPreciseQueriesSpec),
-    spec.ModGradientSpec,
+    *(spec.ModGradientSpec, spec.MaskWordsSpec),
 )
 
 
@@ -773,6 +777,27 @@ def test_bias_and_mask_fit_on_hopper(head_dim):
             variants.append(choose.hopper_backward(problem, 16, "softcap" in more))
     for report in assert_fits(variants, "sm_90"):
         found = instructions(report.cubin)[0]
+        assert tuple(found[opcode] for opcode in HGMMA) == group_products(report.variant), report.variant.expression
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 192, 256))
+def test_words_of_a_mask_fit_on_hopper(head_dim):
+    """Alone and with what takes the most registers, in the forward and in the one kernel of the backward."""
+    plain = Problem("bfloat16", 1, 4096, 4096, 2, 2, head_dim, head_dim, 1.0, mask=True)
+    changed = dataclasses.replace(plain, softcap=2.0, alibi=True)
+    packed = dataclasses.replace(changed, dropout=0.5, heads_q=6, seqlen_q=3)
+    variants = [choose.hopper_forward(plain, 16, False), choose.hopper_forward(plain, 2, False)]
+    variants += [choose.hopper_forward(changed, 16, True), choose.hopper_forward(packed, 2, False)]
+    variants.append(choose.hopper_forward(dataclasses.replace(plain, blocks=True), 16, False))
+    if not choose.split(plain):
+        variants += [choose.hopper_backward(plain, 16, False), choose.hopper_backward(changed, 2, True)]
+        variants.append(choose.hopper_backward(dataclasses.replace(plain, blocks=True), 16, False))
+    assert all(variant.spec.mask for variant in variants)
+    variants += [choose.mask_words(variants[0], along_rows) for along_rows in (False, True)]
+    for report in assert_fits(variants, "sm_90"):
+        found = instructions(report.cubin)[0]
+        assert not any(found[opcode] for opcode in LOCAL), f"{report.variant.expression} uses local memory"
         assert tuple(found[opcode] for opcode in HGMMA) == group_products(report.variant), report.variant.expression
 
 

@@ -9,7 +9,7 @@ import pytest
 import tools
 
 import cupyflash
-from cupyflash import compiler, structs, tensor_map
+from cupyflash import choose, compiler, structs, tensor_map
 
 hopper = pytest.mark.skipif("sm90" not in tools.CUDA_PATHS, reason="needs a Hopper GPU")
 ADDRESS_WORD = 0
@@ -374,8 +374,11 @@ def test_bias_and_mask_on_hopper(paths_of_a_call, kind, which, shape, mask):
         options["mask"] = BFLOAT16.xp.asarray(rng.random(size) < 0.7)
     right = tools.expectation(BFLOAT16, *x.qkv, x.dout, **options)
     results, paths = paths_of_a_call("sm90", *x.qkv, x.dout, **options)
+    width, words = max(head_dims), kind == "mask"  # which the forward reads as words, and a backward that is not split
     read = shape != "of queries"  # no copy of less than 16 bytes
-    assert paths == ["sm90" if read else "sm80", "sm90" if read and max(head_dims) <= 192 else "sm80"]
+    whole = words and (width <= 64 or width <= 128 and seqlen_k > choose.SPLIT)
+    back = "sm90" if width <= 192 and (read or whole) else "sm80"
+    assert paths == ["sm90" if read or words else "sm80", back]
     for name, result in results.items():
         tools.assert_close(name, BFLOAT16.host(result), *right[name])
 
@@ -414,6 +417,173 @@ def built(monkeypatch):
 
     monkeypatch.setattr(compiler, "kernel", build)
     return built
+
+
+WORD_CASES = {  # queries, keys, query heads, key heads, head_dim; no length is one of tiles, none can be copied
+    "64": (203, 397, 4, 2, 64),
+    "96": (331, 700, 4, 4, 96),  # tiles of 96 keys
+    "128": (331, 1301, 4, 2, 128),
+    "128, split": (130, 304, 4, 4, 128),  # in tiles that are copied
+    "packed": (7, 1301, 6, 2, 128),  # 60 of 64 rows
+    "packed, several tiles": (70, 333, 4, 1, 64),
+    "clusters": (600, 513, 2, 2, 128),
+    "teams": (300, 200, 2, 2, 64),
+}
+WORD_LAYOUTS = {
+    "whole": lambda xp, x: x,
+    "of all heads": lambda xp, x: x[:1, :1],
+    "of heads": lambda xp, x: x[:1],
+    "of keys": lambda xp, x: x[:, :1, :1],
+    "of queries": lambda xp, x: x[:, :, :, :1],
+    "backwards": lambda xp, x: x[:, ::-1, ::-1, ::-1],
+    "queries last": lambda xp, x: xp.ascontiguousarray(x.swapaxes(2, 3)).swapaxes(2, 3),
+    "every second": lambda xp, x: x.repeat(2, axis=3)[..., ::2],
+    "broadcast before": lambda xp, x: xp.broadcast_to(x[:1, :1, :1], x.shape),
+}
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("layout", WORD_LAYOUTS)
+@pytest.mark.parametrize("which", WORD_CASES)
+def test_words_of_a_mask_of_any_layout(paths_of_a_call, built, which, layout):
+    """Below any band, with rows and keys that see nothing; one kernel for the backward up to 128."""
+    seqlen_q, seqlen_k, heads_q, heads_k, head_dim = WORD_CASES[which]
+    x = tools.inputs(BFLOAT16, seqlen_q, seqlen_k, heads_q, heads_k, head_dim)
+    shown = np.random.default_rng(4).random((x.q.shape[0], heads_q, seqlen_q, seqlen_k)) < 0.6
+    shown[:, :, seqlen_q // 2] = shown[:, :, :, 5] = False
+    mask = WORD_LAYOUTS[layout](BFLOAT16.xp, BFLOAT16.xp.asarray(shown))
+    for options in ({}, {"causal": True}, {"window": (100, 30)}):
+        right = tools.expectation(BFLOAT16, *x.qkv, x.dout, mask=mask, **options)
+        built.clear()
+        results, paths = paths_of_a_call("sm90", *x.qkv, x.dout, mask=mask, **options)
+        assert paths[0] == "sm90" and "make_mask_words" in built
+        assert ("hopper_backward" in built) == ("split" not in which and (head_dim == 64 or seqlen_k > choose.SPLIT))
+        for name, result in results.items():
+            tools.assert_close(name, BFLOAT16.host(result), *right[name])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 3.0}, {"alibi_slopes": True}, {"softcap": 3.0, "alibi_slopes": True, "causal": True}, {"sink": True}]
+    + [{"scale": -0.3}, {"dropout": 0.3, "seed": 5}, {"deterministic": True}, {"deterministic": True, "causal": True}],
+)
+@pytest.mark.parametrize("which", ["64", "96", "128", "packed"])
+def test_words_of_a_mask_beside_other_options(paths_of_a_call, built, which, options):
+    seqlen_q, seqlen_k, heads_q, heads_k, head_dim = WORD_CASES[which]
+    x, options = tools.inputs(BFLOAT16, seqlen_q, seqlen_k, heads_q, heads_k, head_dim), dict(options)
+    rng, deterministic = np.random.default_rng(5), options.pop("deterministic", False)
+    for name in ("alibi_slopes", "sink"):
+        if name in options:
+            options[name] = BFLOAT16.array(rng.random(heads_q), np.float32)
+    options["mask"] = BFLOAT16.xp.asarray(rng.random((2, 1, seqlen_q, seqlen_k)) < 0.6)
+    right = tools.expectation(BFLOAT16, *x.qkv, x.dout, **options)
+    calls = [paths_of_a_call("sm90", *x.qkv, x.dout, deterministic, **options) for _ in range(1 + deterministic)]
+    results, paths = calls[0]
+    assert paths == ["sm90", "sm80" if "dropout" in options else "sm90"]
+    assert ("hopper_backward" in built) == ("dropout" not in options)
+    assert all(tools.same_bits(result, calls[-1][0][name]) for name, result in results.items())
+    for name, result in results.items():
+        tools.assert_close(name, BFLOAT16.host(result), *right[name])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("outer", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_words_of_a_block_mask(paths_of_a_call, built, head_dim, outer):
+    """Its blocks are whole, hidden and in part, of all heads or of each, and the mask is that of all or of each."""
+    x = tools.inputs(BFLOAT16, 700, 1301, 4, 2, head_dim)
+    xp, rng = BFLOAT16.xp, np.random.default_rng(6)
+    blocks, full = (rng.random((*outer, 6, 11)) < seen for seen in (0.7, 0.5))
+    for size in ((2, 4, 700, 1301), (1, 1, 700, 1301), (2, 1, 1, 1301)):
+        mask = xp.asarray(rng.random(size) < 0.6)
+        given = cupyflash.BlockMask(xp.asarray(blocks), full=xp.asarray(full), mask=mask)
+        right = tools.expectation(BFLOAT16, *x.qkv, x.dout, block_mask=given)
+        results, paths = paths_of_a_call("sm90", *x.qkv, x.dout, block_mask=given)
+        assert paths == ["sm90", "sm90"] and {"make_mask_words", "hopper_backward"} <= built
+        for name, result in results.items():
+            tools.assert_close(name, BFLOAT16.host(result), *right[name])
+
+
+def places_of_words():
+    """Row and column in a part of 64 x 64 of each lane's bits: those of x[j][i] of kernels/core/fragment.cuh."""
+    lane, bit = np.arange(128)[:, None], np.arange(32)
+    j, i = bit // 4, bit % 4
+    return lane // 32 * 16 + lane % 32 // 4 + 8 * (i // 2), 8 * j + 2 * (lane % 4) + i % 2
+
+
+def words_of(shown, by_key=False, group=1):
+    """(batch, heads, parts of rows, parts of columns, 128) of a mask of all logits; what does not exist is hidden."""
+    batch, heads, seqlen_q, seqlen_k = shown.shape
+    step = 64 // group
+    rows, cols = -(-seqlen_q // step), -(-seqlen_k // 64)
+    if by_key:
+        return words_of(shown.swapaxes(2, 3))
+    padded = np.zeros((batch, heads // group, group, (rows + 1) * step, cols * 64), bool)
+    padded[..., :seqlen_q, :seqlen_k] = shown.reshape(batch, heads // group, group, seqlen_q, seqlen_k)
+    padded = padded.swapaxes(2, 3).reshape(batch, heads // group, -1, cols, 64)  # query by query
+    first = step * group * np.arange(rows)[:, None]
+    row, col = places_of_words()
+    bits = padded[:, :, first[..., None] + row, :, col]  # (128, 32) and parts of rows in front, then batch and heads
+    return (np.moveaxis(bits, (3, 4, 5), (0, 1, 3)).astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(
+        axis=-1, dtype=np.uint32
+    )
+
+
+def test_every_element_has_a_bit():
+    """One, of the lane and the register that hold it; and four bytes become bits as the kernel does it."""
+    row, col = places_of_words()
+    assert sorted(zip(row.ravel().tolist(), col.ravel().tolist())) == [(r, c) for r in range(64) for c in range(64)]
+    # As operands of the next product: bits 8 s ... 8 s + 7 are those of 16 columns, pair by pair.
+    assert (col // 16 == np.arange(32) // 8).all() and (col[:, 1::2] == col[:, ::2] + 1).all()
+    shown = np.zeros((1, 2, 70, 130), bool)
+    shown[0, 1, 67, 129] = True
+    (found,) = np.argwhere(words_of(shown))
+    assert found.tolist() == [0, 1, 1, 2, 12] and words_of(shown)[tuple(found)] == 1 << 1
+    (found,) = np.argwhere(words_of(shown, by_key=True))
+    assert found.tolist() == [0, 1, 2, 1, 5] and words_of(shown, by_key=True)[tuple(found)] == 1 << 1
+    (found,) = np.argwhere(words_of(shown, group=2))  # row 67 * 2 + 1 of all heads
+    assert found.tolist() == [0, 0, 2, 2, 28]
+    x = np.random.default_rng(0).choice(np.array([0, 1, 2, 128, 255], np.uint8), (1000, 4)).view("<u4")[:, 0]
+    spread = x | x >> 4
+    spread |= spread >> 2
+    spread |= spread >> 1
+    got = (spread & 0x01010101) * np.uint32(0x10204080) >> 28
+    assert (got == ((x[:, None] >> 8 * np.arange(4, dtype=np.uint32) & 255 != 0) << np.arange(4)).sum(axis=1)).all()
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("layout", WORD_LAYOUTS)
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (64, 256), (200, 336), (331, 1301)])
+@pytest.mark.parametrize("group, by_key", [(1, False), (1, True), (2, False), (6, False)])
+def test_words(layout, seqlen_q, seqlen_k, group, by_key):
+    """Bit by bit, of all that exists."""
+    launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
+    xp, shape = BFLOAT16.xp, (2, 12, seqlen_q, seqlen_k)
+    values = np.random.default_rng(7).choice(np.array([0, 1, 2, 255], np.uint8), shape).view(bool)
+    mask = xp.broadcast_to(WORD_LAYOUTS[layout](xp, xp.asarray(values)), shape)
+    params = np.zeros(1, structs.HOPPER_BACKWARD_PARAMS)
+    rest = launch.Rest(None, None, None, None, mask, launch.NO_BLOCKS)
+    main = SimpleNamespace(dtype="float16")
+    (maker, count) = launch._plan_mask_words(params, "words", main, rest, group, by_key)
+    words = xp.zeros(count, np.uint32)
+    maker.run(mask.data.ptr, words.data.ptr)
+    expected = words_of(mask.get().view(np.uint8) != 0, by_key, group)
+    steps = [params["words"][0][name] for name in ("batch", "head", "rows", "cols")]
+    batch, head, rows, cols = np.ogrid[tuple(map(slice, expected.shape[:4]))]
+    at = batch * steps[0] + head * steps[1] + rows * steps[2] + cols * steps[3]
+    got = words.get()[at[..., None] + np.arange(128)]
+    exists = words_of(np.ones(shape, bool), by_key, group)
+    if 64 % group:  # the rows behind the last query of a part are not used
+        exists[..., places_of_words()[0][:, 0] >= 64 // group * group] = 0
+        exists &= (
+            np.where(places_of_words()[0] < 64 // group * group, 1 << np.arange(32), 0).sum(axis=1).astype(np.uint32)
+        )
+    assert (got & exists == expected & exists).all()
 
 
 CAPPED = {"softcap": 3.0, "causal": True}

@@ -73,6 +73,7 @@ class Launched:
 
 STRUCTS = {
     "any/segments.cuh": structs.SEGMENTS_PARAMS,
+    "any/mask_words.cuh": structs.MASK_WORDS_PARAMS,
     "sm80/forward.cuh": structs.FORWARD_PARAMS,
     "sm90/forward.cuh": structs.HOPPER_FORWARD_PARAMS,
     **dict.fromkeys(("sm80/backward.cuh", "sm80/bias_gradient.cuh"), structs.BACKWARD_PARAMS),
@@ -343,7 +344,7 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
         arrays["lse"] = got[1]
     on_hopper = gpu.path == "sm90" and not gpu.refuses and not choose.forward_elsewhere(problem)
     on_hopper = on_hopper and copyable(*(arrays[name] for name in "qkv"))
-    on_hopper = on_hopper and all(map(readable, of_logits(problem, arrays).values()))
+    on_hopper = on_hopper and all(readable(x) for name, x in of_logits(problem, arrays).items() if name == "bias")
     main = ("precise_forward" if shape.dtype in precise.ITEM else "hopper_forward" if on_hopper else "forward",)
     if by_halves(gpu, problem):
         main = ("hopper_precise_forward", *main)
@@ -365,7 +366,8 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     main = ("backward",)
     assert ("dbias" in arrays) == ("bias" in arrays)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
-    copied = copied and all(map(readable, of_logits(problem, arrays).values()))
+    if choose.split(problem, deterministic):
+        copied = copied and all(map(readable, of_logits(problem, arrays).values()))
     if gpu.path == "sm90" and not gpu.refuses and copied and not choose.backward_elsewhere(problem):
         main = ("hopper_keys", "hopper_queries") if choose.split(problem, deterministic) else ("hopper_backward",)
     if shape.dtype in precise.ITEM:
@@ -402,7 +404,10 @@ def readable(x):
 def check(gpu, call):
     """One struct for all launches of a call, the launches in their order, each as its kernel needs it."""
     packed = call.main == ("hopper_backward",)
-    order = list(call.main)
+    order, launched = list(call.main), call.launched
+    if call.problem.mask and call.main in (("hopper_forward",), ("hopper_backward",)):
+        maker, *launched = launched
+        check_mask_words(gpu, call, maker)
     if "dq" in call.arrays:  # delta is there before anything uses it, and dq's sum before it becomes dq
         order = ["precise_delta" if "precise_keys" in order else "prepare_backward", *order]
         order += [] if {"hopper_queries", "precise_queries"} & {*order} else ["finish_backward"]
@@ -413,10 +418,10 @@ def check(gpu, call):
     halved = call.main[0].startswith("hopper_precise")
     if halved:
         order = ["find_largest", "split_rows", *order]
-    assert [one.variant.template for one in call.launched] == order
-    for one in call.launched:
+    assert [one.variant.template for one in launched] == order
+    for one in launched:
         check_launch(gpu, call, one, packed)
-    for one in call.launched:
+    for one in launched:
         check_params(call, one.params)
         check_logits(call, one)
         if one.variant.template.startswith("hopper_precise"):
@@ -600,7 +605,7 @@ def check_order(call, one):
 
 def check_taken(gpu, call):
     """With a block mask blocks count the runs that they take, from 0, and a run is one tile."""
-    params = call.launched[0].params
+    params = call.launched[-1].params
     counter = gpu.allocated(params["taken"])
     if not call.problem.blocks:
         assert counter is None
@@ -704,10 +709,56 @@ def check_params(call, params):
 def check_logits(call, one):
     """Maps where Hopper's copy engine reads bias and mask."""
     given = of_logits(call.problem, call.arrays)
+    template = one.variant.template
     for name in OF_LOGITS:
-        if one.variant.template.startswith("hopper") and "precise" not in one.variant.template:
+        words = name == "mask" and template in ("hopper_forward", "hopper_backward")
+        if template.startswith("hopper") and "precise" not in template and not words:
             record = one.params[f"{name}_map" if "dq" in call.arrays else name]
             check_logit_map(call, one.spec, record, given.get(name))
+
+
+def check_mask_words(gpu, call, maker):
+    """The mask as it lies, and words where the main kernel looks for them, those of tiles that end later included."""
+    problem, p, by_key = call.problem, maker.params, "dq" in call.arrays
+    (main,) = (one for one in call.launched if one.variant.template in call.main)
+    assert maker.variant.template == "make_mask_words" and exists(maker.variant.header, "make_mask_words")
+    assert maker.threads == 256 and maker.shared_bytes == 0 and not maker.cooperative
+    words = main.params["words" if by_key else "mask"]
+    assert p["words"].item() == words.item()
+    room, group = gpu.allocated(words["data"]), problem.group if getattr(main.spec, "packed", False) else 1
+    x = of_logits(problem, call.arrays)["mask"]
+    x = x.swapaxes(2, 3) if by_key else x
+    check_array(p["mask"].item(), x, "mask")
+    own = [n > 1 and step != 0 for n, step in zip(x.shape, x.strides)]
+    lengths = [n if has else None for n, has in zip(x.shape, own)]
+    assert (p["group"], p["row_step"]) == (group, 64 // group)
+    assert [p["rows"], p["cols"]] == [n or 64 for n in lengths[2:]]
+    parts = [tiles(n, size) if n else 1 for n, size in zip(lengths[2:], (64 // group, 64))]
+    assert [p["row_parts"], p["col_parts"]] == parts
+    batches, heads = lengths[0] or 1, lengths[1] // group if own[1] else 1
+    assert p["heads"] == heads
+    steps = [words[name].item() for name in ("batch", "head", "rows", "cols")]
+    assert [step > 0 for step in steps] == own
+    assert all(step % 128 == 0 for step in steps)
+    counts = [batches, heads, *(n + has for n, has in zip(parts, own[2:]))]
+    places = sum(step * np.arange(n).reshape([-1 if k == axis else 1 for k in range(4)])
+                 for axis, (step, n) in enumerate(zip(steps, counts)))  # fmt: skip
+    assert len(np.unique(places)) == places.size, "every part has words of its own"
+    assert places.max() + 128 == room.size and room.dtype == np.uint32
+    along_rows = maker.spec.along_rows
+    slow, fast = parts[::-1] if along_rows else parts
+    assert maker.blocks == batches * heads * slow * tiles(fast, 4)
+    neighbours, other = (2, 3) if along_rows else (3, 2)
+    if own[other]:
+        assert own[neighbours] and abs(x.strides[neighbours]) <= abs(x.strides[other])
+    if p["wide"]:
+        assert x.strides[neighbours] == 1 and not (along_rows and group > 1)
+        assert not any(n % 16 for n in (x.ctypes.data, x.shape[neighbours], *x.strides[:2], x.strides[other]))
+    bitmap = main.params["key_blocks" if by_key else "blocks"]
+    one_for_many = call.block_mask is not None and not all(own[2:])
+    for has, name in zip(own, ("batch", "head")):
+        one_for_many |= not has and bitmap[name] != 0
+    assert p["blocks"].item() == (bitmap.item() if call.block_mask is not None and not one_for_many else (0,) * 4)
 
 
 def check_logit_map(call, spec, record, x):
@@ -832,7 +883,7 @@ def check_halves(gpu, call, one):
 def check_workspace(gpu, call, packed):
     """Large enough for what the kernels index, and counters of turns begin with 0."""
     problem, by_name = call.problem, {one.variant.template: one.spec for one in call.launched}
-    params, main = call.launched[0].params, by_name[call.main[0]]
+    params, main = call.launched[-1].params, by_name[call.main[0]]
     heads, seqlen = problem.heads_q, problem.seqlen_q
     pairs = problem.batch * heads
     pointer, *steps = params["delta"].item()
@@ -895,8 +946,8 @@ every_call = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_forward(gpu, shape, options):
     for float32_out, lse in itertools.product((False, True), repeat=2):
         for _ in range(2):  # the second time with a plan, other pointers and another seed
-            forward(gpu, shape, options, float32_out, lse)
-    assert len(launch._plans) == len(gpu.built) == 4
+            call = forward(gpu, shape, options, float32_out, lse)
+    assert len(launch._plans) == 4 and len(gpu.built) == 4 * len(call.launched)
 
 
 @every_call
@@ -909,7 +960,7 @@ def test_backward(gpu, shape, options):
     backward(gpu, shape, options, float32_out=True)
 
 
-LOGITS = {  # makers of an array of the shape of the logits, and whether Hopper's copy engine reads them
+LOGITS = {  # makers of an array of the shape of the logits, and whether Hopper's copy engine reads tiles of them
     "whole": (True, array),
     "padded": (True, partial(array, pad=64)),
     "one head": (True, lambda shape, dtype: array((shape[0], 1, *shape[2:]), dtype)),
@@ -922,13 +973,18 @@ LOGITS = {  # makers of an array of the shape of the logits, and whether Hopper'
     "odd address": (False, partial(array, offset=1)),
     "every second key": (False, lambda shape, dtype: array((*shape[:3], 2 * shape[3]), dtype)[..., ::2]),
     "backwards": (False, lambda shape, dtype: array(shape, dtype)[:, :, ::-1]),
+    "keys backwards": (False, lambda shape, dtype: array(shape, dtype)[..., ::-1]),
+    "queries last": (False, lambda shape, dtype: array((*shape[:2], *shape[:1:-1]), dtype).swapaxes(2, 3)),
+    "one for all": (False, lambda shape, dtype: array((1, 1, 1, 1), dtype)),
 }
 LOGIT_SHAPES = [
     Shape(40, 40, 2, 70, 112, 4, 2),
     Shape(64, 64, 3, 5, 1296, 8, 2),  # packed rows
-    Shape(128, 128, 2, 200, 640, 4, 2),  # not split, but for a mask
+    Shape(128, 128, 2, 200, 640, 4, 2),  # not split, but for both
     Shape(192, 160, 2, 130, 144, 4, 2, "float16"),
     Shape(256, 256, 2, 70, 112, 4, 4),
+    Shape(96, 96, 1, 3, 208, 6, 2),  # three heads in a row, of 64
+    Shape(64, 64, 2, 96, 64, 4, 4),
 ]
 
 
@@ -949,7 +1005,8 @@ def test_bias_and_mask(gpu, shape, layout, bias, mask):
         forwards = [arrays[name] for name in ("q", "k", "v", "out", "lse")]
         launch.forward(problem, *forwards, None, None, 0, given.get("bias"), given.get("mask"))
         del arrays["dout"]
-        main = ("hopper_forward" if hopper else "forward",)
+        words = bias is None and gpu.path == "sm90"  # any layout of a mask alone
+        main = ("hopper_forward" if hopper or words else "forward",)
         check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main))
         gpu.launched.clear()
         arrays["dout"] = array(arrays["out"].shape, arrays["q"].dtype)
@@ -960,8 +1017,9 @@ def test_bias_and_mask(gpu, shape, layout, bias, mask):
         rest = given.get("bias"), given.get("mask"), arrays.get("dbias")
         launch.backward(problem, *backwards, None, None, None, True, 0, *rest)
         main = ("backward",)
-        if hopper and not choose.backward_elsewhere(problem):
-            main = ("hopper_keys", "hopper_queries") if choose.split(problem) else ("hopper_backward",)
+        split = choose.split(problem)
+        if (hopper or words and not split) and not choose.backward_elsewhere(problem):
+            main = ("hopper_keys", "hopper_queries") if split else ("hopper_backward",)
         check(gpu, Call(problem, 0, arrays | given, list(gpu.launched), main, deterministic=True))
     assert len(launch._plans) == (2 if make is array else 4)
 
@@ -1114,6 +1172,16 @@ def test_a_driver_that_refuses(gpu, shape, options, late):
     gpu.refuses = True
     forward(gpu, shape, options)
     backward(gpu, shape, options)
+
+
+@both_paths
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_graph_keeps_the_words_of_a_mask(gpu, capturing):
+    gpu.capturing = capturing
+    forward(gpu, Shape(), {"mask": (1, 0, 1, 1)}, lse=False)
+    assert len(launch._kept_for_graphs) == capturing * (gpu.path == "sm90")
+    backward(gpu, Shape(), {"mask": (1, 0, 1, 1)})
+    assert len(launch._kept_for_graphs) == capturing * (2 + 2 * (gpu.path == "sm90"))
 
 
 @both_paths

@@ -17,7 +17,7 @@ constexpr int kPartLanes = 128;  // of a part of 64 x 64
 struct MaskWords {  // (batch, heads, parts of rows, parts of columns, kPartLanes); parts that do not exist end each
                     // axis
   uint32* data;
-  int64 batch, head, row, col;  // strides, 0 along an axis with one entry for all
+  int64 batch, head, rows, cols;  // strides, 0 along an axis with one entry for all
 };
 
 struct MaskWordsParams {
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps) make_mask_words(const __grid
           word |= (line >> 8 * (j % 4) & 3) << (4 * j + 2 * k);
         }
       }
-    p.words.data[batch * p.words.batch + head * p.words.head + row_part(part) * p.words.row +
-                 col_part(part) * p.words.col + place] = word;
+    p.words.data[batch * p.words.batch + head * p.words.head + row_part(part) * p.words.rows +
+                 col_part(part) * p.words.cols + place] = word;
   }
 }
 

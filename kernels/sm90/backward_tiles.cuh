@@ -317,13 +317,13 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
   };
   const auto copy_words = [&](const Work& work, int first, int head) {
     const uint32* source = p.words.data + work.batch * p.words.batch + head * p.words.head +
-                           work.tile * kSpec.groups * p.words.row + first / 64 * p.words.col;
+                           work.tile * kSpec.groups * p.words.rows + first / 64 * p.words.cols;
     uint32 target = tiles.words + tiles.queries().slot() * Tiles::kWordBytes;
 #pragma unroll
-    for (int group = 0; group < kSpec.groups; ++group, source += p.words.row)
+    for (int group = 0; group < kSpec.groups; ++group, source += p.words.rows)
 #pragma unroll
       for (int part = 0; part < Tiles::kParts; ++part, target += Tiles::kPartBytes)
-        copy_bytes(target, source + part * p.words.col, tiles.queries().full(tiles.queries().slot()),
+        copy_bytes(target, source + part * p.words.cols, tiles.queries().full(tiles.queries().slot()),
                    Tiles::kPartBytes);
   };
   const auto copy_keys = [&](const Where& place, const Work& work) {

@@ -251,7 +251,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const uint32* mask_row = nullptr;                     // this lane's words
   const auto load_bits = [&](int tile, bool in_part) {  // early, before what the wait for the scores would hide
     if constexpr (kSpec.mask)
-      if (in_part) shown_bits.load(mask_row, p.mask.col, tile);
+      if (in_part) shown_bits.load(mask_row, p.mask.cols, tile);
   };
   const auto weigh = [&](const Where& place, int tile, bool first, bool in_part) {
     const int first_key = tile * kBlockK;
@@ -404,7 +404,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       }
     if constexpr (kSpec.mask) {
       const int part = first_query / queries;
-      mask_row = p.mask.data + work.batch * p.mask.batch + work.head * p.mask.head + part * p.mask.row +
+      mask_row = p.mask.data + work.batch * p.mask.batch + work.head * p.mask.head + part * p.mask.rows +
                  threadIdx.x % kPartLanes;
     }
     q_ring.wait(group);
