@@ -42,10 +42,10 @@ struct ShownBits {
     const int first = tile * kCols / 64;
 #pragma unroll
     for (int k = 0; k < kWords; ++k) words[k] = of_row[(first + k) * step];
-    if constexpr (kCols % 64 == 32) {  // every other tile begins within a part
-      words[0] = __funnelshift_r(words[0], words[1], tile % 2 * 16), words[1] >>= tile % 2 * 16;
-    } else {
-      static_assert(kCols % 64 == 0);
+    static_assert(kCols % 64 == 0 || kCols == 80 || kCols == 96, "a tile ends within two parts");
+    if constexpr (kCols % 64 != 0) {             // it may begin within one
+      const int before = tile * kCols % 64 / 2;  // bits of 16 columns: 8
+      words[0] = __funnelshift_r(words[0], words[1], before), words[1] >>= before;
     }
   }
   __device__ __forceinline__ bool operator()(int j, int i) const { return words[j / 8] >> (j % 8 * 4 + i) & 1; }
