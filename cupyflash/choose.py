@@ -160,14 +160,16 @@ HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4
 #   mbarriers   waits with a limit of 10 ms instead of the machine's, which ask less often: 9 % less at 64
 HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with this, dropout
 HOPPER_FORWARD_ALL = {128: ((96, 1, 1, 2, 4, 5),) * 4}  # and with these, softcap, ALiBi and dropout together
-# The same for a bias and a mask: the first tiling of a row that leaves room for a tile of them for each warpgroup, or
-# for two. By count, at 128: the products of 128 queries and 128 keys take 2048 cycles at best. In that time
+# The same for a bias: the first tiling of a row that leaves room for a tile of it for each warpgroup, or for two. By
+# count, at 128: the products of 128 queries and 128 keys take 2048 cycles at best. In that time
 #   a 16-bit bias of every head and batch       32 KB, 16 bytes a cycle, where memory gives a multiprocessor 17; what
 #                                               heads share comes from L2, and one row for all is 256 bytes
 #   wavefronts of shared memory                 256 to bring it, 256 to read it (ldmatrix)
-#   instructions a score                        2.2, unpack and add, to about 6 of the softmax; of a mask 3
-# Of the speed without (H200, bfloat16, 8192): 128: bias 0.76, shared by heads 0.72, one row for all 0.78, mask 0.85;
-# 64, which loses its third group: 0.50, 0.54, 0.57, 0.60. One item a row, which is portable: 0.22.
+#   instructions a score                        2.2, unpack and add, to about 6 of the softmax
+# Of the speed without (H200, bfloat16, 8192): 128: bias 0.76, shared by heads 0.72, one row for all 0.78; 64, which
+# loses its third group: 0.50, 0.54, 0.57. One item a row, which is portable: 0.22.
+# A mask comes as words, a bit for each score, from memory to registers: 1.4 instructions a score, no shared memory, the
+# tilings of kernels without one. In tiles of bytes, with 3 instructions: 128: 0.85, 64: 0.60. The words: not timed yet.
 # Tried: three warpgroups at 64 and 96 spill with packed or narrow rows and with a changed score.
 HOPPER_FORWARD_LOGITS = {
     64: ((128, 1, 1, 2, 4, 6),),
@@ -261,9 +263,11 @@ BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 # With a bias. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
 # In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
 # read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
-# where a mask, or a bias up to 64 columns, splits the backward, which then reads them twice. Found: 0.55 with
-# a mask; with a bias its gradient was timed, too.
-# Tried: 64, with one slot of keys: spills 16 bytes for a bias, 56 for a mask; 128: up to 20 for a mask, with ALiBi
+# where a bias up to 64 columns, or beside a mask, splits the backward, which then reads it twice. With a
+# bias its gradient was timed, too: see the table in the README.
+# A mask comes as words beside lse and delta, a bit for each score: 1.3 instructions a score. Not timed yet; in tiles of
+# bytes, which split the backward, 0.55.
+# Tried: 64, with one slot of keys: spills 16 bytes for a bias; tiles of a mask: 56, and at 128 up to 20 with ALiBi
 HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
 

@@ -366,8 +366,8 @@ def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=Fa
     main = ("backward",)
     assert ("dbias" in arrays) == ("bias" in arrays)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
-    if choose.split(problem, deterministic):
-        copied = copied and all(map(readable, of_logits(problem, arrays).values()))
+    tiled = ("bias", "mask") if choose.split(problem, deterministic) else ("bias",)
+    copied = copied and all(readable(x) for name, x in of_logits(problem, arrays).items() if name in tiled)
     if gpu.path == "sm90" and not gpu.refuses and copied and not choose.backward_elsewhere(problem):
         main = ("hopper_keys", "hopper_queries") if choose.split(problem, deterministic) else ("hopper_backward",)
     if shape.dtype in precise.ITEM:
