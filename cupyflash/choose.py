@@ -464,7 +464,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
     changed = problem.mods is not None or any(_change(problem))
     if problem.bias:
         table = HOPPER_FORWARD_LOGITS
-        few = problem.dropout and sum(_change(problem)) > 1  # registers
+        few = (problem.dropout or problem.mask) and sum(_change(problem)) > 1  # registers
         spec = _with_logits(make, row(table)[-1 if few else 0 :], problem.dropout > 0)  # which spills with one at 128
     elif problem.blocks:
         spec = make(row(HOPPER_FORWARD_BLOCKS))

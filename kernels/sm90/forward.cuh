@@ -190,7 +190,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
                               : first < s.seqlen_q ? tiles_of(band, first, queries, kBlockK)
                                                    : Range{0, -1};
             if (tile >= own.first && tile <= own.last && shown.in_part(tile))
-              logits_of(group, counts[group]++)
+              logits_of(group, counts[group]++)  // no mask comes in tiles: any map will do for it
                   .copy(p.bias, p.bias, {work.batch, head_of_q(work), first, tile * kBlockK}, queries,
                         kSpec.packed ? s.group : 1);
           }
@@ -248,9 +248,17 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
   // may there be keys that do not exist.
   ShownBits<kSpec.mask ? kBlockK : 64> shown_bits;
-  const uint32* mask_row = nullptr;                     // this lane's words
-  const auto load_bits = [&](int tile, bool in_part) {  // early, before what the wait for the scores would hide
-    if constexpr (kSpec.mask)
+  const uint32* mask_row = nullptr;  // this lane's words
+  const auto find_mask_row = [&] {
+    const Work& work = works.work;
+    const int part = opaque(first_query) / queries;
+    mask_row = p.mask.data + work.batch * p.mask.batch + work.head * p.mask.head + part * p.mask.rows +
+               threadIdx.x % kPartLanes;
+  };
+  // Early, so that they come while the scores are made; beside a bias, late, for want of registers.
+  constexpr bool kEarlyBits = kSpec.mask && kSpec.bias == kNoBias;
+  const auto load_bits = [&](int tile, bool in_part) {
+    if constexpr (kEarlyBits)
       if (in_part) shown_bits.load(mask_row, p.mask.cols, tile);
   };
   const auto weigh = [&](const Where& place, int tile, bool first, bool in_part) {
@@ -303,6 +311,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
                      [&](int row) { return band_in(band, place).keys(query_of(row)); });
     if constexpr (kSpec.mask) {
       if (in_part) {
+        if constexpr (!kEarlyBits) find_mask_row(), shown_bits.load(mask_row, p.mask.cols, tile);
 #pragma unroll
         for (int j = 0; j < kBlockK / 8; ++j)
 #pragma unroll
@@ -402,11 +411,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         const int row = warp_row + out[0].row(half);
         head[half] = head_of_row(work, row), query[half] = query_of(row);
       }
-    if constexpr (kSpec.mask) {
-      const int part = first_query / queries;
-      mask_row = p.mask.data + work.batch * p.mask.batch + work.head * p.mask.head + part * p.mask.rows +
-                 threadIdx.x % kPartLanes;
-    }
+    if constexpr (kEarlyBits) find_mask_row();
     q_ring.wait(group);
     if (first_tile >= own.first) {
       const bool in_part = shown.in_part(first_tile);
