@@ -245,8 +245,6 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const float exponent_log2 = kNatural ? kLog2E : change.scale_log2();
   constexpr bool kRelative = Change::kAny && !Change::kModded && !kNatural;
   int head[2], query[2];  // of this lane's rows, for functions of the user
-  // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
-  // may there be keys that do not exist.
   ShownBits<kSpec.mask ? kBlockK : 64> shown_bits;
   const uint32* mask_row = nullptr;  // this lane's words
   const auto find_mask_row = [&] {
@@ -261,6 +259,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     if constexpr (kEarlyBits)
       if (in_part) shown_bits.load(mask_row, p.mask.cols, tile);
   };
+  // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
+  // may there be keys that do not exist.
   const auto weigh = [&](const Where& place, int tile, bool first, bool in_part) {
     const int first_key = tile * kBlockK;
     const auto slant = [&] {
