@@ -985,7 +985,7 @@ LOGIT_SHAPES = [
     Shape(128, 128, 2, 200, 640, 4, 2),  # not split, but for both
     Shape(192, 160, 2, 130, 144, 4, 2, "float16"),
     Shape(256, 256, 2, 70, 112, 4, 4),
-    Shape(96, 96, 1, 3, 208, 6, 2),  # three heads in a row, of 64
+    Shape(96, 96, 2, 3, 208, 6, 2),  # three heads in a row, of 64
     Shape(64, 64, 2, 96, 64, 4, 4),
 ]
 
