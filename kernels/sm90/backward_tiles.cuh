@@ -88,7 +88,7 @@ struct BackwardTiles {  // in shared memory
         ds(dout + kSpec.stages * kDoutBytes),
         statistics(ds + 2 * kDsBytes + TileLogits::kBytes),
         kept(statistics + kSpec.stages * kStatisticBytes),
-        words(kept + kSpec.stages * kKeptBytes),
+        words(kept + (kSpec.dropout ? kSpec.stages * kKeptBytes : 0)),
         barriers(shared_address(barriers)),
         jobs(jobs),
         alibis(alibis),
