@@ -265,6 +265,7 @@ class PreciseForwardSpec(Spec):
     row_tiles: int
     parts: int
     blocks_per_sm: int
+    steps: int
     products: int
     access: int
 
@@ -289,6 +290,7 @@ class PreciseKeysSpec(Spec):
     parts: int
     stages: int
     blocks_per_sm: int
+    steps: int
     products: int
     access: int
 
@@ -314,6 +316,7 @@ class PreciseQueriesSpec(Spec):
     parts: int
     stages: int
     blocks_per_sm: int
+    steps: int
     products: int
     access: int
 

@@ -471,9 +471,9 @@ def products(variant):
 
 
 def precise_products(variant, capability):
-    """Instructions of one warp for 16 x 8 x 8 products: of the loop along a row, two of its steps are in the text."""
+    """Instructions of one warp: of a rolled loop along a row, two of its steps are in the text."""
     s = variant.spec
-    unit = 8 * (2 if s.item == 4 else 1)  # columns of a step
+    unit = 8 * s.steps  # columns of a step
     if variant.template == "precise_forward":
         along, depth, columns, scores = s.head_dim, s.block_k, s.head_dim_v, s.row_tiles
     elif variant.template == "precise_queries":
@@ -481,10 +481,14 @@ def precise_products(variant, capability):
     else:
         along, depth, columns, scores = s.head_dim, s.block_q, s.head_dim + s.head_dim_v, 1
     assert along // unit > 2
-    count = scores * depth // 8 * (2 * unit // 8 + columns // s.parts // 8)
+    if s.item == 4 or variant.template == "precise_keys":
+        along = 2 * unit
+    count = scores * depth // 8 * (along + columns // s.parts) // 8  # products of 16 x 8 x 8
     if variant.template != "precise_forward":
-        count += depth // 8 * 2 * unit // 8  # dP
-    return count * (4 if s.item == 8 and capability < 90 else s.products)
+        count += depth // 8 * along // 8  # dP
+    if s.item == 4:
+        return count * s.products
+    return count * 4 if capability < 90 else count // s.steps
 
 
 def group_products(variant):

@@ -206,6 +206,7 @@ struct PreciseForwardSpec {
   int row_tiles;  // of 16 rows, that a warp owns
   int parts;      // of the columns of out: as many warps own the same rows, and compute their scores each
   int blocks_per_sm;
+  int steps;     // of 8 columns, that are multiplied together
   int products;  // 3, or 1 in plain TF32 and in float64
   int access;    // bytes of one global load or store: 16, 8 or 4
 
@@ -219,6 +220,7 @@ struct PreciseKeysSpec {  // of the kernel of dk and dv; a warp owns 16 keys
   int parts;   // of the columns of dk and dv
   int stages;  // tiles of q and dout in flight: 1 or 2
   int blocks_per_sm;
+  int steps;  // of 8 columns, that are multiplied together
   int products;
   int access;
 
@@ -232,6 +234,7 @@ struct PreciseQueriesSpec {  // of the kernel of dq; a warp owns 16 queries
   int parts;   // of the columns of dq
   int stages;  // tiles of k and v in flight: 1 or 2
   int blocks_per_sm;
+  int steps;  // of 8 columns, that are multiplied together
   int products;
   int access;
 
