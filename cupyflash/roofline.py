@@ -59,7 +59,7 @@ class Device:
             text = getattr(self, name)
             if not isinstance(text, str):
                 raise TypeError(f"{name} is {checks.shown(text)} ({checks.type_name(text)}); allowed: a string")
-        fields = {name: checks.positive(name, getattr(self, name)) for name in ("matmul", "memory", "exp")}
+        fields = {name: checks.figure(name, getattr(self, name)) for name in ("matmul", "memory", "exp")}
         fields["capability"] = checks.integer("capability", self.capability, 0)
         for name, number in fields.items():  # plain numbers, which JSON takes
             object.__setattr__(self, name, number)

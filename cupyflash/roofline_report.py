@@ -111,6 +111,19 @@ def plot(found: Roofline, path) -> None:
     plt.close(figure)
 
 
+def as_json(value, indent=None) -> str:
+    """``value`` as JSON, with null where that has no number: for NaN and infinities."""
+
+    def finite(value):
+        if isinstance(value, dict):
+            return {name: finite(entry) for name, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [finite(entry) for entry in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
+
+
 def file(text: str) -> Path:
     """Where a result can go, from the command line; said before anything is computed."""
     path = Path(text)
@@ -179,7 +192,7 @@ def command(options) -> int:
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         print(f"roofline: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    print(as_json(found.as_dict(), indent=2) if options.json else found)
     if options.plot:
         try:
             found.plot(options.plot)
