@@ -20,6 +20,7 @@ PACKAGES = (
     *("torch", "flash-attn-3", "flash-attn3-jax", "flash-attn-4"),
 )
 CODE = ("cupyflash", "kernels", "benchmarks/*.py")  # what a result depends on; results lie beside it
+NO_CUPY = 'CuPy is missing; pip install "cupyflash[cuda13]"'
 WITHOUT_GPU = "By formula: python -m cupyflash roofline. Committed results: python benchmarks/pictures.py"
 START = time.perf_counter()
 
@@ -87,7 +88,7 @@ def gpu_of(torch, instead=WITHOUT_GPU):
     try:
         import cupy  # noqa: F401
     except ImportError:
-        lacks('CuPy is missing; pip install "cupyflash[cuda13]"')
+        lacks(NO_CUPY)
     return torch.cuda.get_device_name()
 
 

@@ -19,7 +19,7 @@ import output
 try:
     import cupy
 except ImportError:
-    output.lacks('CuPy is missing; pip install "cupyflash[cuda13]"')
+    output.lacks(output.NO_CUPY)
 
 import cupyflash
 from cupyflash import reference, timing

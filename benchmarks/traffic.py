@@ -148,12 +148,13 @@ def by_pass(kernels, count):
     return [dict(zip(PASSES, passes[i * len(PASSES) :])) for i in range(count)]
 
 
-def has_gpu():
+def missing():
+    """What to measure with, if there is none."""
     try:
         import cupy
     except ImportError:
-        return False
-    return cupy.cuda.is_available()
+        return output.NO_CUPY
+    return "" if cupy.cuda.is_available() else "CuPy finds no CUDA GPU"
 
 
 def measure(options):
@@ -161,8 +162,8 @@ def measure(options):
     ncu = options.ncu or shutil.which("ncu")
     if ncu is None or shutil.which(ncu) is None:
         raise RuntimeError(HOW_TO_GET_NCU)
-    if not has_gpu():
-        raise RuntimeError(f"there is no GPU, or no CuPy to find it. {FORMULAS}")
+    if missing():
+        raise RuntimeError(f"{missing()}. {FORMULAS}")
     about = output.about(None)
     sizes = [GPT2_MEDIUM] * options.gpt2 + [(max(1, TOKENS // seqlen), seqlen) for seqlen in options.seqlens]
     with tempfile.TemporaryDirectory() as folder:

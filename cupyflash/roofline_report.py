@@ -101,7 +101,7 @@ def plot(found: Roofline, path) -> None:
         if one.measured:
             rate = one.useful_flops / one.measured / 1e12
             axis.plot(one.intensity, rate, f"C{i}{marker}", label=f"{one.name}, measured")
-    axis.set(xscale="log", yscale="log", xlabel="useful operations for each byte of DRAM, at least", ylabel="TFLOP/s")
+    axis.set(xscale="log", yscale="log", xlabel="useful operations for each byte of DRAM, at most", ylabel="TFLOP/s")
     problem = found.problem
     size = f"{problem.seqlen_q} x {problem.seqlen_k}, head_dim {problem.head_dim}"
     axis.set_title(f"{device.name}, {device.source}; {problem.dtype}, {size}", fontsize=9)

@@ -104,14 +104,20 @@ def test_traffic_without_ncu(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "x.json").exists()
 
 
-@pytest.mark.parametrize("cupy", [None, SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))])
-def test_traffic_without_a_gpu(monkeypatch, capsys, tmp_path, cupy):
+NO_GPU = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+
+
+@pytest.mark.parametrize(
+    "cupy, words",
+    [(None, 'CuPy is missing; pip install "cupyflash[cuda13]". '), (NO_GPU, "CuPy finds no CUDA GPU. ")],
+)
+def test_traffic_without_a_gpu(monkeypatch, capsys, tmp_path, cupy, words):
     import traffic
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     ncu = fake_ncu(tmp_path, f"touch {tmp_path}/started")
     assert traffic.main(["--ncu", ncu, "--output", str(tmp_path / "x.json")]) == 2
-    assert "traffic.py: there is no GPU, or no CuPy to find it. The formulas" in capsys.readouterr().err
+    assert f"traffic.py: {words}The formulas alone: python -m cupyflash roofline" in capsys.readouterr().err
     assert not (tmp_path / "started").exists()
 
 
@@ -131,7 +137,7 @@ def fake_ncu(tmp_path, body):
 def test_traffic_end_to_end(monkeypatch, tmp_path, capsys):
     import traffic
 
-    monkeypatch.setattr(traffic, "has_gpu", lambda: True)
+    monkeypatch.setattr(traffic, "missing", lambda: "")
     (tmp_path / "counters").write_text(ncu_prints(kernels_of(2)))
     log = json.dumps({"gpu": "some GPU", "sizes": [[64, 1024], [64, 512]]})
     body = f"""cp {tmp_path}/counters "$2"; while [ "$1" != --run ]; do shift; done; echo '{log}' > "$2" """
@@ -160,7 +166,7 @@ def test_traffic_end_to_end(monkeypatch, tmp_path, capsys):
 def test_traffic_when_ncu_fails(monkeypatch, tmp_path, capsys, body, words):
     import traffic
 
-    monkeypatch.setattr(traffic, "has_gpu", lambda: True)
+    monkeypatch.setattr(traffic, "missing", lambda: "")
     assert traffic.main(["--ncu", fake_ncu(tmp_path, body), "--output", str(tmp_path / "x.json")]) == 2
     assert words in capsys.readouterr().err
 
