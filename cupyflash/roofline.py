@@ -223,8 +223,10 @@ def roofline(q, k=None, v=None, /, *, causal=False, window=None, device=None, me
     """
     checks.flag("measure", measure)
     problem = _problem(q, k, v, causal, window)
-    if problem.empty:
-        raise ValueError(f"{problem} has nothing to compute; allowed: no dimension of length 0")
+    if problem.empty or not counts.scores(problem):
+        raise ValueError(
+            f"{problem} has nothing to compute; allowed: no dimension of length 0, a query that sees a key"
+        )
     if measure:
         if device is not None:
             raise ValueError(f"device is {checks.shown(device)} and measure is True; allowed: one of them")

@@ -259,6 +259,12 @@ def test_own_figures():
         ([problem()], {"device": Device("x", 70, 1, 1, 1)}, ValueError, "capability 70; allowed"),
         ([problem()], {"causal": True}, TypeError, "q is a Problem"),
         ([problem(batch=0)], {}, ValueError, "nothing to compute"),
+        (
+            [problem(8, right=0, diagonal=-100)],
+            {},
+            ValueError,
+            "nothing to compute; allowed: .*a query that sees a key",
+        ),
         ([problem()], {"device": "H100", "measure": True}, ValueError, "one of them"),
         ([stand_in(1, 8, 1, 8, dtype=np.float32)] * 3, {}, NotImplementedError, "float32"),
         ([stand_in(1, 8, 1, 300)] * 3, {}, ValueError, "head_dim 300"),
