@@ -208,6 +208,7 @@ def main(arguments=None):
     text = (
         f"{'passed' if passed else 'FAILED'}: {result['accuracy']:.3%} of {answers:,} answers right after "
         f"{last['step']} steps, {last['seconds']:.0f} s"
+        + (f", where --seconds {options.seconds:g} ended the training" if last["seconds"] > options.seconds else "")
     )
     output.show(options, {**result, "passed": passed}, text, "retrieval")
     return 0 if passed else 1

@@ -579,6 +579,8 @@ def test_retrieval_is_learnt(tmp_path, capsys):
     result = json.loads(output.read_text())
     assert result["accuracy"] > 0.99 and result["steps"][-1]["items"] == 64
     assert result["steps"][0]["accuracy"] < 0.1
+    assert retrieval.main([*small, "--seconds", "1e-9", "--output", str(output)]) == 1
+    assert capsys.readouterr().out.endswith(" s, where --seconds 1e-09 ended the training\n")
 
 
 def test_retrieval_without_gpu(tmp_path, capsys):
