@@ -155,8 +155,8 @@ HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4
 #   softcap     0.60: a vote for every 16 columns; 0.72: its series in five instructions, exponents made relative to
 #               the maximum at once; 0.83: and no maximum where the cap bounds it; 0.70: with one branch in between
 #   dropout     0.51: a call of Philox for 4 weights; 0.26: bits of 32 weights by two idle warps; 0.51: by those who
-#               compute, while the scores are on their way, who wait little; 0.56 to 0.65: beside the exponentials. Where
-#               those had 0.52, 0.44 by four more warps that do nothing else, of 155 instructions a word: 1470 cycles
+#               compute, while the scores are on their way, who wait little; 0.56 to 0.65: beside the exponentials.
+#               Where those had 0.52, 0.44 by four more warps that do nothing else: 1470 cycles for 155 instructions
 #   mbarriers   waits with a limit of 10 ms instead of the machine's, which ask less often: 9 % less at 64
 HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with this, dropout
 HOPPER_FORWARD_ALL = {128: ((96, 1, 1, 2, 4, 5),) * 4}  # and with these, softcap, ALiBi and dropout together
