@@ -155,7 +155,8 @@ HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4
 #   softcap     0.60: a vote for every 16 columns; 0.72: its series in five instructions, exponents made relative to
 #               the maximum at once; 0.83: and no maximum where the cap bounds it; 0.70: with one branch in between
 #   dropout     0.51: a call of Philox for 4 weights; 0.26: bits of 32 weights by two idle warps; 0.51: by those who
-#               compute, while the scores are on their way, who wait little; 0.56 to 0.65: beside the exponentials
+#               compute, while the scores are on their way, who wait little; 0.56 to 0.65: beside the exponentials.
+#               Where those had 0.52, 0.44 by four more warps that do nothing else: 1470 cycles for 155 instructions
 #   mbarriers   waits with a limit of 10 ms instead of the machine's, which ask less often: 9 % less at 64
 HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with this, dropout
 HOPPER_FORWARD_ALL = {128: ((96, 1, 1, 2, 4, 5),) * 4}  # and with these, softcap, ALiBi and dropout together
@@ -257,6 +258,9 @@ BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
+# With dropout, 128 and 64 at 8192: 0.60 and 0.40 of the speed without it while two warps decided, in 205 instructions a
+# word: of the four schedulers, theirs lacked the issue slots. 0.71 and 0.55 with three, which find the keys of Philox's
+# rounds in the constants of the call: 155 instructions.
 # With a bias. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
 # In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
 # read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
