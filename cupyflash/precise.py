@@ -13,10 +13,10 @@ float32, forward   at most 100; expected: 55 to 70; came: 57, 51. For 16 x 8 x 1
                    additions, 2 loads
 float32, backward  at most 71; expected: 35 to 45; came: 40, 29
 float64, forward   at most 55, 60: 32 scores of a warp take 128 or 256 cycles of products and 13 instructions of 2,
-                   9 of which are the exponential's; expected: 36 to 48, 40 to 52; with 19, a branch for each
-                   exponential, none of which ran beside another, and factors read when needed, came: 27, 31
+                   9 of which are the exponential's; expected: 35, 40; came: 38, 45. With 19, a branch for each
+                   exponential, none of which ran beside another, and factors read when needed: 26, 29
 float64, backward  at most 43; at d = 128, where two warps compute the same scores of their keys, 35; expected: 28 to
-                   36, 21 to 27; in that way, with copies that all waited for, came: 23, 17
+                   31, 21 to 23; came: 30, 22. In that way, with copies that all waited for: 23, 17
 =================  =================================================================================================
 
 On Hopper float32 up to head_dim 128 is not multiplied as TF32 but, by ``wgmma``, as two float16 of each number,
@@ -37,8 +37,12 @@ Where a row or a column is so small beside the largest number of its array that 
 number is not finite, the kernels of halves return at once, and those of TF32, launched behind them, compute everything;
 otherwise these return.
 
-Standard attention in float64 makes 16 TFLOP/s forward at d = 64 and 28 at d = 128, 37 and 49 backward: to be twice as
-fast takes 32 and 56 forward, which the tensor cores have, and more than they have backward.
+Standard attention in float64 makes 15 TFLOP/s forward at d = 64 and 27 at d = 128, 35 and 45 backward: to be twice as
+fast takes 30 and 54 forward, which the floors allow, and more than the tensor cores have backward.
+
+Tried for float64, full masks, 4096, in one run: forward at 64 of 64 x 32, 32 and 36 (products 16 and 8 deep), of 64 x
+64, 38 and 38, of 128 x 16 with 32 rows a warp 38; causal 38, 37, 39, 37, 35. At 128 of 64 x 16, 34 and 38, of 64 x 24,
+42, of 128 x 32 by 8 warps, 45; causal 41, 38, 39, 41. Backward at 64 without the second stage 28 to 29, at 128 21.
 """
 
 from __future__ import annotations
@@ -64,8 +68,9 @@ from .spec import (
 ITEM = {"float32": 4, "float64": 8}  # bytes of an element
 STEPS = {"float32": 2, "float64": 2}  # of 8 columns, multiplied together where a tile has as many rows
 
-# head_dim up to: (block_q, block_k, row_tiles, parts, blocks_per_sm), ... The first that fits is taken. None was timed:
-# the largest without spills. Warps of 32 rows read K and V half as often from shared memory, which d = 64 allows.
+# head_dim up to: (block_q, block_k, row_tiles, parts, blocks_per_sm), ... The first that fits is taken. Of float32
+# none was timed: the largest without spills. Warps of 32 rows read K and V half as often from shared memory, which
+# d = 64 allows.
 FORWARD = {
     "float32": {
         64: ((128, 16, 2, 1, 2),),
@@ -74,8 +79,8 @@ FORWARD = {
         256: ((64, 16, 1, 2, 1),),
     },
     "float64": {
-        64: ((64, 32, 1, 1, 2), (64, 32, 1, 1, 1)),
-        128: ((64, 16, 1, 1, 2), (64, 16, 1, 1, 1)),
+        64: ((64, 64, 1, 1, 2), (64, 32, 1, 1, 2), (64, 32, 1, 1, 1)),
+        128: ((128, 32, 1, 1, 1), (64, 16, 1, 1, 1)),
         192: ((32, 16, 1, 2, 1),),
         256: ((32, 16, 1, 2, 1), (16, 16, 1, 2, 1)),
     },
