@@ -11,6 +11,8 @@ template <int kRowTiles>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.f;         // log2 of how far the maximum may lag
   static constexpr float kExact = 16384.f;     // beyond it, rounding max * scale would show in exp2
+  static constexpr float kMostLog2 = 64.f;     // of weights and sums that are relative to a top that stays
+  static constexpr float kMost = 0x1p64f;      // 2^kMostLog2
   static constexpr float kNear = 64.f;         // up to it top takes no digits from exponents near 0 (`origin`)
   float top[kRowTiles][2], sum[kRowTiles][2];  // of the rows lane / 4 and lane / 4 + 8; sum: of this lane's columns
 
@@ -50,6 +52,23 @@ struct OnlineSoftmax {
           x = exp2f(x);
           sum[t][i / 2] += x;
         }
+  }
+  // The same with a top that stays, whatever the scores: at the end of the row `holds` says whether that was right.
+  template <int kCols>
+  __device__ __forceinline__ void exponentiate_steadily(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
+    float base[kRowTiles][2];
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) base[t][half] = top[t][half] * scale_log2;
+    exponentiate_above(scores, scale_log2, base);
+  }
+  // Then weights are at most 2^64, as is what the sink is in their unit, and no product with top needs more digits than
+  // float32 has. top is one of the scores, so that no sum is too small, but for a row without keys. False for NaN.
+  __device__ __forceinline__ bool holds(int t, int half, float scale_log2, float sink) const {
+    const float total = this->total(t, half), base = top[t][half] * scale_log2;
+    const bool right = total <= kMost && fabsf(base) <= kExact && fmaf(sink, kLog2E, -base) <= kMostLog2;
+    return right || total == 0.f;
   }
   // top, where it takes no digits from exponents near 0 that it is subtracted from; 0 also of a row without keys.
   __device__ __forceinline__ float origin(int t, int half) const {
@@ -164,6 +183,11 @@ struct OnlineSoftmax {
       }
     if (__any_sync(kFullWarp, special)) subtract_first(scores, base);
     meanwhile();
+    exponentiate_above(scores, scale_log2, base);
+  }
+  template <int kCols>
+  __device__ __forceinline__ void exponentiate_above(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2,
+                                                     const float (&base)[kRowTiles][2]) {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
