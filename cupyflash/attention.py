@@ -203,6 +203,14 @@ def attention(
     one head, or of a column in all rows and heads, kernels that do not split compute the call instead. So the last bits
     of a row depend on the numbers in all others, too.
 
+    *Bfloat16 on Hopper.* Where ``head_dim`` and ``head_dim_v`` are at most 64, a query may see 1024 keys or more, all
+    of a call see 2^28 or more, and no option but ``causal``, ``window``, ``scale`` and ``sink`` is given, the maximum
+    of a row is looked for in its last keys only, up to the first whole tile, and stays. bfloat16 has as many digits
+    above 1 as below: a key far above that maximum has a weight that is rounded as any other, where it would else have
+    been 1. Where a logit or the sum of a row is beyond 2^64 in that unit, a logit beyond 11000, a sum of values beyond
+    float32, or anything not finite, other kernels compute the whole call once more. So the last bits of a row depend
+    on the numbers in all others, too. A call takes 4 bytes for that.
+
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
     (and such an ``out`` written through a copy), and so is ``q`` of 16 bits where ``scale`` is negative;
     nothing else is. Results for JAX on the host are copied where JAX wants another alignment.
