@@ -156,7 +156,8 @@ HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4
 #   softcap     0.60: a vote for every 16 columns; 0.72: its series in five instructions, exponents made relative to
 #               the maximum at once; 0.83: and no maximum where the cap bounds it; 0.70: with one branch in between
 #   dropout     0.51: a call of Philox for 4 weights; 0.26: bits of 32 weights by two idle warps; 0.51: by those who
-#               compute, while the scores are on their way, who wait little; 0.56 to 0.65: beside the exponentials
+#               compute, while the scores are on their way, who wait little; 0.56 to 0.65: beside the exponentials.
+#               Where those had 0.52, 0.44 by four more warps that do nothing else: 1470 cycles for 155 instructions
 #   mbarriers   waits with a limit of 10 ms instead of the machine's, which ask less often: 9 % less at 64
 HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with this, dropout
 HOPPER_FORWARD_ALL = {128: ((96, 1, 1, 2, 4, 5),) * 4}  # and with these, softcap, ALiBi and dropout together
@@ -196,9 +197,10 @@ SHORT = 1024
 # costs the launch and the flag's zero, by estimate 4 us. By count, at 64, a warp's instructions for a tile of 128 keys
 # are 317 instead of 404: without 62 maxima, two votes and what they decide. Not timed yet, and at 128 neither, where
 # it is not used. In one loop with the other way the exponentials all came before the wait for P V; see above.
-STEADY = 64  # head_dim up to which it is used,
+STEADY = 256  # head_dim up to which it is used,
 STEADY_KEYS = 1024  # keys that a row may see from which on,
-STEADY_SCORES = 1 << 28  # and scores of the whole call
+STEADY_SCORES = 1 << 28  # and scores of the whole call,
+LEAST_SCALE = 1e-30  # and scale: a logarithm divided by it is a finite score
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
 # head_dim up to:
@@ -267,6 +269,9 @@ BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
+# With dropout, 128 and 64 at 8192: 0.60 and 0.40 of the speed without it while two warps decided, in 205 instructions a
+# word: of the four schedulers, theirs lacked the issue slots. 0.71 and 0.55 with three, which find the keys of Philox's
+# rounds in the constants of the call: 155 instructions.
 # With a bias. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
 # In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
 # read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
@@ -495,7 +500,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 def steady(problem: Problem) -> bool:
     """Whether Hopper's forward is computed with maxima that stay, see `STEADY`."""
     changed = any(_change(problem)) or reads(problem) or problem.blocks or problem.mods or problem.varlen
-    if problem.dtype != "bfloat16" or changed or max(problem.head_dim, problem.head_dim_v) > STEADY:
+    if changed or max(problem.head_dim, problem.head_dim_v) > STEADY or problem.scale < LEAST_SCALE:
         return False
     sides = problem.left, problem.right
     keys = problem.seqlen_k if None in sides else min(problem.seqlen_k, sum(sides) + 1)
@@ -791,7 +796,7 @@ def _variants(capability: int) -> Iterator[Variant]:
                 yield hopper_forward(problem, 16, True)
                 yield hopper_forward(problem, 2, False)
                 yield hopper_forward(replace(problem, heads_q=3), 16, False)  # packed
-                if dtype == "bfloat16" and head_dim <= STEADY:
+                if head_dim <= STEADY:
                     yield from (one for plain in masked for one in steadily(hopper_forward(plain, 16, False)))
                 long = replace(problem, seqlen_k=SPLIT + 1)
                 if not split(long):

@@ -18,6 +18,7 @@ import numpy as np
 
 from . import checks, choose, compiler, precise, tensor_map
 from .block_mask import Bitmaps, bitmaps_of
+from .dropout import ROUNDS
 from .problem import Problem
 from .spec import Variant
 from .structs import (
@@ -39,6 +40,7 @@ from .structs import (
     PRECISE_FORWARD_PARAMS,
     SCALES,
     STATISTIC_TILE,
+    dropout_words,
     fill,
     fill_blocks,
     fill_dropout,
@@ -115,7 +117,7 @@ class Plan:
     calls: tuple[tuple, ...]  # `Launch.call` of each
     kernels: tuple  # that they belong to
     words: np.ndarray  # the struct as 64-bit words
-    slots: tuple[int, ...]  # the words that hold the pointers and the seed
+    slots: tuple[int, ...]  # the words that hold the pointers and the keys of dropout
     workspace: tuple[int, ...] = ()
     halves: tuple[int, ...] = ()  # elements of the float16 arrays that the plan splits its inputs into
     idle: list = field(default_factory=list)  # copies of the struct that no call uses, each with its argument list
@@ -126,7 +128,9 @@ class Plan:
     ) -> Plan:
         slots = []
         for name in names:
-            if name != "mods":
+            if name == "dropout":
+                slots += range(first := _slot(params.dtype, name), first + ROUNDS * bool(params[name]["threshold"]))
+            elif name != "mods":
                 slots.append(_slot(params.dtype, name))
             elif mods:
                 slots += [params.dtype.fields[name][1] // 8 + slot for slot in mods.slots]
@@ -190,7 +194,15 @@ def forward(
     keep_for_graph(word)
     halves, _held = _room_for_halves(plan)
     more = halves or (_pointer(word),)  # no plan has both
-    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(mask), *map(_word, captured), *more)
+    plan.run(
+        *pointers,
+        *dropout_words(problem, seed),
+        _pointer(bitmaps[0]),
+        _pointer(bias),
+        _pointer(mask),
+        *map(_word, captured),
+        *more,
+    )
 
 
 def backward(
@@ -255,7 +267,7 @@ def backward(
         _pointer(slopes),
         _pointer(sink),
         _pointer(dsink),
-        seed,
+        *dropout_words(problem, seed),
         _pointer(bias),
         _pointer(mask),
         _pointer(dbias),

@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from . import tensor_map
+from .dropout import ROUNDS, WORD, round_keys
 from .mods import Mods
 from .problem import Problem
 
@@ -33,7 +34,7 @@ BIAS_GRADIENT = np.dtype(
     [("data", "u8"), *((n, "i4") for n in ("batches", "heads", "rows", "cols", "chunks", "run", "parts"))], align=True
 )
 BLOCKS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "words"))], align=True)
-DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4"), ("bits", "u4", 32)], align=True)
+DROPOUT = np.dtype([("keys", "u8", ROUNDS), ("threshold", "u4"), ("scale", "f4"), ("bits", "u4", 32)], align=True)
 TILE_KINDS = ("queries", "keys", "blocks", "statistics")  # TileKind
 TILE_LIST = np.dtype([(n, "i4") for n in ("at", "rows", "paired", "bound")])
 TILE_LISTS = np.dtype((TILE_LIST, len(TILE_KINDS)))
@@ -133,7 +134,7 @@ SEGMENTS_PARAMS = np.dtype(
     + [*((n, CLEARED) for n in ("of_q", "of_k", "of_v")), ("lse", ROW_ARRAY), ("heads", "i4")],
     align=True,
 )
-# And the seed, in the place of one; "mods": as many as there are values that functions of the user captured.
+# "dropout": its keys; "mods": as many as there are values that functions of the user captured.
 FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
 BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n not in ("sizes", "segments")), "mods")
 MAPS = ("q_map", "k_map", "v_map", "dout_map")
@@ -228,10 +229,15 @@ def _series(scale: float, softcap: float) -> tuple[float, tuple[float, ...]]:
 
 
 def fill_dropout(params: np.ndarray, problem: Problem) -> None:
-    """Write the field ``dropout``, but for the seed."""
-    threshold = params["dropout"]["threshold"] = int(problem.dropout * 2**32)
+    """Write the field ``dropout``, but for the keys."""
+    threshold = params["dropout"]["threshold"] = int(problem.dropout * WORD)
     params["dropout"]["bits"] = [2**32 - 1 if threshold >> 31 - n & 1 else 0 for n in range(32)]
     params["dropout"]["scale"] = 1 / (1 - problem.dropout)
+
+
+def dropout_words(problem: Problem, seed: int) -> list[int]:
+    """The keys of ``dropout``, which depend on the seed, as 64-bit words; none where nothing is dropped."""
+    return [left | right << 32 for left, right in round_keys(seed)] if int(problem.dropout * WORD) else []
 
 
 def sizes(problem: Problem, section: int) -> tuple:

@@ -22,6 +22,7 @@ import tools
 
 import cupyflash
 from cupyflash import checks, choose, compiler, interop, precise, structs, tensor_map
+from cupyflash.dropout import ROUNDS, round_keys
 from cupyflash.problem import Problem
 from cupyflash.spec import BIAS_TYPES
 
@@ -701,7 +702,9 @@ def check_params(call, params):
     assert score.item()[3:5] == tuple(map(np.float32, capped))
     assert score.item()[-2:] == (np.float32(capped[1]) / 2, problem.diagonal)
     kept, threshold = 1 - problem.dropout, int(2**32 * problem.dropout)
-    assert params["dropout"].item()[:3] == (call.seed, threshold, np.float32(1 / kept))
+    assert params["dropout"].item()[1:3] == (threshold, np.float32(1 / kept))
+    keys = params["dropout"]["keys"].ravel().view(np.uint32).reshape(-1, 2).tolist()
+    assert keys == ([list(pair) for pair in round_keys(call.seed)] if problem.dropout else [[0, 0]] * ROUNDS)
     bits = params["dropout"]["bits"].ravel().tolist()
     assert bits == [2**32 - 1 if threshold & 1 << 31 - n else 0 for n in range(32)]
     check_bitmaps(call, params)

@@ -434,11 +434,16 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
             turns.pass_on();
             wgmma_wait<1>();
             ring.release();
-            softmax.exponentiate_steadily(scores, exponent_log2);
+            bool raised = false;
+            softmax.exponentiate_steadily(scores, exponent_log2, [&](const float (&by)[1][2]) {
+              factor[0] = by[0][0], factor[1] = by[0][1];
+              raised = true;
+            });
             wgmma_wait<0>();
             ring.release(1);
             ring.advance(2);
             round_weights();
+            if (raised) out[0].scale_rows(factor[0], factor[1]);
           }
           if (tile < own.first) break;
         }
