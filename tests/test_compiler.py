@@ -716,9 +716,11 @@ SOME_DIMS = (64, 128, 256)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("head_dim, head_dim_v", [(64, 64), (8, 64), (64, 8), (128, 128)])
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(64, 64), (8, 64), (64, 8), (96, 72), (128, 128), (192, 128), (256, 256)]
+)
 def test_kernels_whose_maximum_stays_fit(head_dim, head_dim_v):
-    """In every way to write out; 128 beyond `choose.STEADY`, to be timed."""
+    """In every way to write out."""
     plain = Problem("bfloat16", 1, 4096, 4096, 3, 3, head_dim, head_dim_v, 1.0)
     problems = (
         plain,
