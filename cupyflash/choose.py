@@ -191,14 +191,19 @@ HOPPER_FORWARD_READS = {
     128: (64, 1, 1, 2, 4, 8),
 }
 SHORT = 1024
-# bfloat16 without options: a row's maximum is looked for up to the first tile of keys that the group's rows see in
-# full, and stays. A bfloat16 above 1 has as many digits as one below, so that only a row whose scores go on to exceed
-# that maximum by 2^64 is wrong: a flag then has the kernel of the rows above, launched behind, compute everything. It
-# costs the launch and the flag's zero, by estimate 4 us. By count, at 64, a warp's instructions for a tile of 128 keys
-# are 317 instead of 404: without 62 maxima, two votes and what they decide. Not timed yet, and at 128 neither, where
-# it is not used. In one loop with the other way the exponentials all came before the wait for P V; see above.
-STEADY = 256  # head_dim up to which it is used,
-STEADY_KEYS = 1024  # keys that a row may see from which on,
+# Without options a row's maximum is looked for up to the first tile of keys that the group's rows see in full. From
+# then on it moves where the sums, which are needed anyway, pass 2^12 (core/softmax.cuh): nothing is lost unless a score
+# is 2^127 above it at once. A flag then has the kernel of the rows above, launched behind, compute everything. It costs
+# the launch and the flag's zero, by estimate 4 us. By count, at 64, a warp's instructions for a tile of 128 keys were
+# 317 instead of 404 before the sums were watched: without 62 maxima, two votes and what they decide. In one loop with
+# the other way the exponentials all came before the wait for P V; see above. Speed beside the maximum in the same run
+# (H200, bfloat16, samples of 30 ms), lengths 1024 / 4096 / 16384, full then causal; float16 is within 0.02 of it:
+#    64: 1.02 1.05 1.05, 1.01 1.03 1.04   128: 1.01 1.09 1.11, 0.95 1.05 1.10   256: 0.95 0.99 1.00, 0.95 0.97 0.99
+# with the sums watched before the wait for P V, so that all exponentials were, too. A maximum that never moved, the
+# flag set from sums of 2^64 on, was right for bfloat16 alone; on another GPU it had
+#    64: 1.02 1.05 1.08, 1.02 1.04 1.05   128: 1.06 1.15 1.17, 0.99 1.10 1.16
+STEADY = 128  # head_dim up to which it is used,
+STEADY_KEYS = 2048  # keys that a row may see from which on,
 STEADY_SCORES = 1 << 28  # and scores of the whole call,
 LEAST_SCALE = 1e-30  # and scale: a logarithm divided by it is a finite score
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv

@@ -55,20 +55,42 @@ struct OnlineSoftmax {
         }
   }
   // The same where top is near the scores already, and no maximum is looked for. What exceeds top by far shows in the
-  // sums: then top moves, and the weights and sums with it. At the end of the row `holds` says whether that was enough.
-  template <int kCols, class Rescale>
-  __device__ __forceinline__ void exponentiate_steadily(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2,
-                                                        Rescale rescale) {
+  // sums: when they are `full`, `lower` moves top. At the end of the row `holds` says whether that was enough.
+  template <int kCols>
+  __device__ __forceinline__ void exponentiate_steadily(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
     float base[kRowTiles][2];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) base[t][half] = top[t][half] * scale_log2;
     exponentiate_above(scores, scale_log2, base);
+  }
+  __device__ __forceinline__ bool full() const {  // of any row of the warp
     bool full = false;
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) full |= fmaxf(sum[t][0], sum[t][1]) > kFull;
-    if (__any_sync(kFullWarp, full)) lower(scores, scale_log2, rescale);
+    return __any_sync(kFullWarp, full);
+  }
+  // Weights and sums, whose rows are beyond kFull, in the unit of a higher top: by a power of two, so that weights
+  // which were rounded exactly are it again.
+  template <int kCols, class Rescale>
+  __device__ __forceinline__ void lower(Accumulator<kCols> (&weights)[kRowTiles], float scale_log2, Rescale rescale) {
+    float factor[kRowTiles][2];
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& old = top[t][half];
+        const float most = of_row(sum[t][half]);
+        const bool moves = most > kFull && most < kInfinity;
+        const float next = moves ? old + (floorf(log2f(most)) - kMovedLog2) / scale_log2 : old;
+        factor[t][half] = moves ? exp2f((old - next) * scale_log2) : 1.f;
+        sum[t][half] *= factor[t][half];
+        old = next;
+      }
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) weights[t].scale_rows(factor[t][0], factor[t][1]);
+    rescale(factor);
   }
   // Then no weight was beyond float32, what the sink is in their unit is not either, and no product with top needs more
   // digits than it has. top is near one of the scores, so that no sum is too small, but for a row without keys. False
@@ -192,26 +214,6 @@ struct OnlineSoftmax {
     if (__any_sync(kFullWarp, special)) subtract_first(scores, base);
     meanwhile();
     exponentiate_above(scores, scale_log2, base);
-  }
-  // Weights and sums, whose rows are beyond kFull, in the unit of a higher top.
-  template <int kCols, class Rescale>
-  __device__ __forceinline__ void lower(Accumulator<kCols> (&weights)[kRowTiles], float scale_log2, Rescale rescale) {
-    float factor[kRowTiles][2];
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float& old = top[t][half];
-        const float most = of_row(sum[t][half]);
-        const bool moves = most > kFull && most < kInfinity;
-        const float next = moves ? old + (log2f(most) - kMovedLog2) / scale_log2 : old;
-        factor[t][half] = moves ? exp2f((old - next) * scale_log2) : 1.f;
-        sum[t][half] *= factor[t][half];
-        old = next;
-      }
-#pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) weights[t].scale_rows(factor[t][0], factor[t][1]);
-    rescale(factor);
   }
   template <int kCols>
   __device__ __forceinline__ void exponentiate_above(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2,

@@ -42,7 +42,8 @@ struct HopperForwardSpec {
   bool blocks;
   bool bounded;  // by softcap, so that no maximum is needed
   bool varlen;
-  bool steady;   // the maximum of a row stays as its first full tile leaves it; where it should not have, a flag is set
+  bool
+      steady;  // behind the first full tile of a row its sum takes the place of its maximum; a flag says if that failed
   bool only_if;  // nothing is computed where the flag is not set
 
   __device__ constexpr bool staged() const { return access == 16; }

@@ -422,7 +422,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll 1
       for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
            tile = shown.down(tile - 1, own.first)) {
-        if constexpr (kSpec.steady) {  // the same without a maximum: all rows see this tile and the one before in full
+        if constexpr (kSpec.steady) {  // the same by the sums: all rows see this tile and the one before in full
           const int first_full = (seen_by_all.first + kBlockK - 1) / kBlockK;
 #pragma unroll 1
           for (; tile >= first_full && (tile + 2) * kBlockK - 1 <= seen_by_all.last; --tile) {
@@ -434,16 +434,14 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
             turns.pass_on();
             wgmma_wait<1>();
             ring.release();
-            bool raised = false;
-            softmax.exponentiate_steadily(scores, exponent_log2, [&](const float (&by)[1][2]) {
-              factor[0] = by[0][0], factor[1] = by[0][1];
-              raised = true;
-            });
+            softmax.exponentiate_steadily(scores, exponent_log2);
             wgmma_wait<0>();
             ring.release(1);
             ring.advance(2);
+            if (softmax.full())  // behind the wait, for else no exponential would be
+              softmax.lower(scores, exponent_log2,
+                            [&](const float (&by)[1][2]) { out[0].scale_rows(by[0][0], by[0][1]); });
             round_weights();
-            if (raised) out[0].scale_rows(factor[0], factor[1]);
           }
           if (tile < own.first) break;
         }
