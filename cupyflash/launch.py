@@ -190,10 +190,10 @@ def forward(
     if plan is None:
         rest = Rest(lse, slopes, sink, bias, mask, bitmaps, captured)
         plan = _remember(key, _plan_forward(problem, (q, k, v, out), rest))
-    taken = cupy.zeros(plan.workspace, np.uint32) if plan.workspace else None
-    keep_for_graph(taken)
+    word = cupy.zeros(plan.workspace, np.uint32) if plan.workspace else None  # runs taken, or a flag
+    keep_for_graph(word)
     halves, _held = _room_for_halves(plan)
-    more = halves or (_pointer(taken),)  # no plan has both
+    more = halves or (_pointer(word),)  # no plan has both
     plan.run(
         *pointers,
         *dropout_words(problem, seed),
@@ -502,11 +502,11 @@ def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Res
     fill(params, "out", out)
     fill(params, "lse", rest.lse)
     _fill_options(params, problem, rest)
-    launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
+    variants = choose.steadily(variant) if choose.steady(problem) else (variant,)
+    launches = tuple(Launch.of(one, min(-(-runs // spec.teams), clusters) * spec.cluster) for one in variants)
     names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
-    if problem.blocks:
-        return Plan.of((launch,), params, (*names, "taken"), problem.mods, (1,))
-    return Plan.of((launch,), params, names, problem.mods)
+    word = ("taken",) if problem.blocks else ("only_if",) if len(launches) > 1 else ()
+    return Plan.of(launches, params, (*names, *word), problem.mods, (1,) * len(word))
 
 
 def _fill_logit_maps(params: np.ndarray, problem: Problem, arrays: dict, rows: int, heads: int = 1) -> bool:

@@ -97,6 +97,8 @@ class HopperForwardSpec(Spec):
     blocks: bool = False
     bounded: bool = False  # by softcap, so that no maximum is needed
     varlen: bool = False
+    steady: bool = False  # behind a row's first full tile its sum takes the maximum's place; a flag says if that failed
+    only_if: bool = False  # nothing is computed where the flag is not set
 
     blocks_per_sm = 1
 

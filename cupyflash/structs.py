@@ -107,7 +107,7 @@ HOPPER_FORWARD_PARAMS = _with_maps(
     *((n, MAP) for n in ("q", "k", "v", "out_map")),
     *(("out", ARRAY), ("lse", ROW_ARRAY), ("sizes", SIZES), ("order", ORDER), ("queries", "i4")),
     *(("score", SCORE), ("sink", SINK), ("dropout", DROPOUT), ("blocks", BLOCKS)),
-    *(("bias", LOGIT_MAP), ("mask", LOGIT_MAP), ("segments", SEGMENTS), ("taken", "u8")),
+    *(("bias", LOGIT_MAP), ("mask", LOGIT_MAP), ("segments", SEGMENTS), ("taken", "u8"), ("only_if", "u8")),
 )
 # The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
 HOPPER_BACKWARD_PARAMS = _with_maps(

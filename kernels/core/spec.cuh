@@ -42,6 +42,9 @@ struct HopperForwardSpec {
   bool blocks;
   bool bounded;  // by softcap, so that no maximum is needed
   bool varlen;
+  bool
+      steady;  // behind the first full tile of a row its sum takes the place of its maximum; a flag says if that failed
+  bool only_if;  // nothing is computed where the flag is not set
 
   __device__ constexpr bool staged() const { return access == 16; }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
