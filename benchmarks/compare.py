@@ -20,16 +20,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
+from output import git, lacks
 
-from cupyflash.roofline_report import count, rate
+from cupyflash.roofline_report import as_json, count, rate
 
 HERE = Path(__file__).resolve().parent
 WORSE = ("+", "!")  # asv's marks: slower; fails now
-
-
-def output_of(*command, folder=HERE):
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+COLUMNS = ("change", "before", "after", "ratio", "benchmark")
 
 
 def asv(config, *arguments, capture=False):
@@ -79,15 +76,11 @@ def check_bench(patterns):
 
 
 def compared(table):
-    """The head of asv's table, and mark and line of what ran on the first commit and was not skipped on the second."""
-    head, rows = [], []
-    for line in (line for line in table.splitlines() if line.startswith("|")):
-        mark, before, after, *_ = (cell.strip() for cell in line.strip("|").split("|"))
-        if len(head) < 2:
-            head.append(line)
-        elif before not in ("n/a", "failed") and after != "n/a":
-            rows.append((mark, line))
-    return head, rows
+    """The head of asv's table, and cells and line of what ran on the first commit and was not skipped on the second."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    rows = [(dict(zip(COLUMNS, map(str.strip, line.strip("|").split("|")))), line) for line in lines[2:]]
+    ran = [(row, line) for row, line in rows if row["before"] not in ("n/a", "failed") and row["after"] != "n/a"]
+    return lines[:2], ran
 
 
 def compare(old, new, options, folder):
@@ -95,7 +88,7 @@ def compare(old, new, options, folder):
     configs = {}
     try:
         for commit in (old, new):
-            output_of("git", "worktree", "add", "--detach", "--quiet", str(folder / commit), commit)
+            git("worktree", "add", "--detach", "--quiet", str(folder / commit), commit)
             configs[commit] = configure(folder, folder / commit)
         asv(configs[old], "machine", "--yes")
         for number in range(options.rounds):
@@ -125,17 +118,15 @@ def main(arguments=None):
     parser.add_argument("--bench", action="append", default=[], metavar="REGEX", help="only these; may be repeated")
     parser.add_argument("--rounds", type=count, default=2)
     parser.add_argument("--factor", type=rate, default=1.03)
+    parser.add_argument("--json", action="store_true", help="print all that was compared as JSON")
     options = parser.parse_args(arguments)
     try:
         import asv as _  # noqa: F401
     except ImportError:
-        print('compare.py: asv is missing; it comes with the extra "bench"', file=sys.stderr)
-        return 2
+        lacks('asv is missing; it comes with the extra "bench"')
     try:
         check_bench(options.bench)
-        old, new = (
-            output_of("git", "rev-parse", "--verify", f"{name}^{{commit}}") for name in (options.old, options.new)
-        )
+        old, new = (git("rev-parse", "--verify", f"{name}^{{commit}}") for name in (options.old, options.new))
         if old == new:
             raise RuntimeError(f"{options.old} and {options.new} are the same commit, {old[:8]}")
         with tempfile.TemporaryDirectory() as folder:
@@ -144,15 +135,17 @@ def main(arguments=None):
         if not rows:
             raise RuntimeError("nothing ran on both commits; without a GPU: --bench Numpy --bench Build")
     except subprocess.CalledProcessError as error:
-        print(f"compare.py: {' '.join(error.cmd)}: {error.stderr.strip()}", file=sys.stderr)
-        return 2
+        lacks(f"{' '.join(error.cmd)}: {error.stderr.strip()}")
     except RuntimeError as error:
-        print(f"compare.py: {error}", file=sys.stderr)
-        return 2
-    changed = [line for mark, line in rows if mark]
-    print("\n".join([*head, *changed] if changed else ["nothing changed"]))
-    worse = sum(mark in WORSE for mark, _ in rows)
-    print(f"worse by over {options.factor - 1:.0%} from {old[:8]} to {new[:8]}: {worse} of {len(rows)}")
+        lacks(error)
+    worse = sum(row["change"] in WORSE for row, _ in rows)
+    if options.json:
+        found = {"old": old, "new": new, "factor": options.factor, "worse": worse}
+        print(as_json(found | {"rows": [row for row, _ in rows]}))
+    else:
+        changed = [line for row, line in rows if row["change"]]
+        print("\n".join([*head, *changed] if changed else ["nothing changed"]))
+        print(f"worse by over {100 * (options.factor - 1):.3g}% from {old[:8]} to {new[:8]}: {worse} of {len(rows)}")
     return 1 if worse else 0
 
 

@@ -129,5 +129,6 @@ def logarithmic(axis):
 
 
 def origin(result):
-    """GPU and date."""
-    return f"{result.get('gpu') or result.get('device')}, {result.get('date', 'undated')}"
+    """GPU, date and, of results that name it, commit."""
+    gpu, commit = result.get("gpu") or result.get("device"), result.get("commit")
+    return f"{gpu}, {result.get('date', 'undated')}" + (f", cupyflash at {commit}" if commit else "")

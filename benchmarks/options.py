@@ -15,12 +15,9 @@ import argparse
 import functools
 import json
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import NamedTuple
 
 import output
@@ -373,18 +370,12 @@ def main(arguments=None):
     parser.add_argument("--no-flex", action="store_true", help="without FlexAttention, and so without a check")
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--seconds", type=rate, default=0.03, help="of one entry in one round")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--output", type=output.file, default=Path(__file__).with_suffix(".json"))
-    options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("options.py needs a CUDA GPU; PyTorch finds none", file=sys.stderr)
-        return 2
-    start = time.perf_counter()
+    options = output.parse(parser, __file__, arguments, plot=False)
+    about = output.about(output.gpu_of(torch), torch)
+    commands = [about.pop("command")]
     result = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": output.versions(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "commands": [output.command()],
+        **about,
+        "commands": commands,
         "method": METHOD.format(options.rounds, options.seconds),
         "inputs": f"bfloat16, {TOKENS} tokens, heads * head_dim = {WIDTH}",
     }
@@ -393,13 +384,14 @@ def main(arguments=None):
     torch._dynamo.config.recompile_limit = 64  # one function is compiled for every row
     wanted = options.only or list(ROWS)
     compile_ours(wanted)
-    print(f"[{time.perf_counter() - start:.0f} s] compiled", file=sys.stderr, flush=True)
-    for name in wanted:
-        known[name] = measure(name, (options.rounds, options.seconds), not options.no_flex)
+    output.progress(0, len(wanted), "compiled")
+    for number, name in enumerate(wanted, 1):
+        row = measure(name, (options.rounds, options.seconds), not options.no_flex)
+        known[name] = {"commit": about["commit"], **row}
         result["rows"] = {name: known[name] for name in ROWS if name in known}
-        print(f"[{time.perf_counter() - start:.0f} s]", line(name, known[name]), file=sys.stderr, flush=True)
+        output.progress(number, len(wanted), line(name, row))
         output.write(options, result)
-    print(json.dumps(result) if options.json else table(result))
+    output.show(options, result, table(result))
     return 1 if any(known[name]["failed"] for name in wanted) else 0
 
 

@@ -3,18 +3,54 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
+import os
+import subprocess
 import sys
+import time
+from datetime import datetime, timezone
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # this tree, installed or not
 
-from cupyflash.roofline_report import file, picture
+from cupyflash.roofline_report import as_json, check_plot, file, picture
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("cupyflash", "cupy-cuda13x", "cupy-cuda12x", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"),
     *("torch", "flash-attn-3", "flash-attn3-jax", "flash-attn-4"),
 )
+CODE = ("cupyflash", "kernels", "benchmarks/*.py")  # what a result depends on; results lie beside it
+NO_CUPY = 'CuPy is missing; pip install "cupyflash[cuda13]"'
+WITHOUT_GPU = "By formula: python -m cupyflash roofline. Committed results: python benchmarks/pictures.py"
+START = time.perf_counter()
+
+
+def about(gpu, torch=None):
+    """What every result says of its run; ``torch`` is the module, where it takes part."""
+    return {
+        "gpu": gpu,
+        **({"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()} if torch else {}),
+        "commit": commit(),
+        "versions": versions(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "command": command(),
+    }
+
+
+def commit():
+    """Of this tree, with a "+" where code was changed since; in a copy without git what CUPYFLASH_COMMIT says."""
+    try:
+        if not (ROOT / ".git").exists():
+            raise FileNotFoundError
+        return git("rev-parse", "--short=8", "HEAD") + ("+" if git("status", "--porcelain", "--", *CODE) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("CUPYFLASH_COMMIT")
+
+
+def git(*words):
+    """What git prints."""
+    done = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def command():
@@ -45,21 +81,44 @@ def lacks(what):
     sys.exit(2)
 
 
-def add_arguments(parser, script):
-    """The options of a ``script`` that say where its result goes."""
+def gpu_of(torch, instead=WITHOUT_GPU):
+    """Name of the GPU; ends the script, and names what is possible ``instead``, where there is none to be used."""
+    if not torch.cuda.is_available():
+        lacks(f"PyTorch finds no CUDA GPU. {instead}")
+    try:
+        import cupy  # noqa: F401
+    except ImportError:
+        lacks(NO_CUPY)
+    return torch.cuda.get_device_name()
+
+
+def progress(number, total, *words):
+    """Say on stderr what was done so far."""
+    print(f"[{number}/{total}, {time.perf_counter() - START:.0f} s]", *words, file=sys.stderr, flush=True)
+
+
+def parse(parser, script, arguments, plot=True):
+    """The options of a ``script``, with those that say where its result goes."""
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--plot", type=picture, metavar="FILE", help='needs the extra "plot"')
-    parser.add_argument("--output", type=file, metavar="FILE", default=Path(script).with_suffix(".json"))
+    if plot:
+        parser.add_argument("--plot", type=picture, metavar="FILE", help='needs the extra "plot"')
+    default = Path(script).with_suffix(".json")
+    told = f"default: {default.name} beside the script"
+    parser.add_argument("--output", type=file, metavar="FILE", default=default, help=told)
+    options = parser.parse_args(arguments)
+    if plot:
+        check_plot(parser, options)
+    return options
 
 
 def write(options, result):
-    options.output.write_text(json.dumps(result, indent=1) + "\n")
+    options.output.write_text(as_json(result, indent=1) + "\n")
 
 
-def show(options, result, picture, text):
-    """Draw the picture of that name, if it is wanted, and print the result: ``text``, or JSON."""
-    if options.plot:
+def show(options, result, text, picture=None):
+    """Draw the ``picture`` of that name, if it is wanted, and print the result: ``text``, or JSON."""
+    if picture and options.plot:
         import pictures
 
         pictures.save(getattr(pictures, picture)(result), options.plot)
-    print(json.dumps(result) if options.json else text)
+    print(as_json(result) if options.json else text)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from datetime import datetime, timezone
-from pathlib import Path
+from itertools import product
 
 import numpy as np
 import output
@@ -20,7 +19,7 @@ import output
 try:
     import cupy
 except ImportError:
-    output.lacks('CuPy is missing; pip install "cupyflash[cuda13]"')
+    output.lacks(output.NO_CUPY)
 
 import cupyflash
 from cupyflash import reference, timing
@@ -115,34 +114,45 @@ def errors(arrays, results, heads=2):
 
 
 def measure(dtype, head_dim, seqlen, rounds):
-    """Seconds and errors of both passes, by the names of what was measured; None for what failed."""
+    """Seconds and errors of both passes, by the names of what was measured, and why others failed."""
     shape = (TOKENS // seqlen, seqlen, WIDTH // head_dim, head_dim)
     arrays = [timing.normal(shape, np.dtype(dtype), seed) for seed in range(4)]
-    calls, found = {}, {}
+    calls, found, failed = {}, {}, {}
     for name, make in CALLS[dtype].items():
         results = []
         try:
             forward, backward = make(arrays, results)
             found[name] = {"errors": errors(arrays, results)}
-        except (ImportError, RuntimeError, cupy.cuda.memory.OutOfMemoryError) as error:
-            print(f"{dtype}, {head_dim}, {seqlen}: {name}: {type(error).__name__}: {error}", file=sys.stderr)
+        except Exception as error:  # the others go on
+            failed[name] = f"{type(error).__name__}: {error}"[:300]
             continue
         calls |= {(name, "forward"): forward, (name, "backward"): backward}
     seconds = timing.median_seconds(calls, rounds)
     for (name, pass_), value in seconds.items():
         products = 2 if pass_ == "forward" else 5
-        found[name][pass_] = {"seconds": value, "tflops": products * 2 * TOKENS * seqlen * WIDTH / value / 1e12}
-    return found
+        operations = products * 2 * TOKENS * seqlen * shape[2] * head_dim
+        found[name][pass_] = {"seconds": value, "tflops": operations / value / 1e12}
+    return {"dtype": dtype, "head_dim": head_dim, "seqlen": seqlen, "found": found, "failed": failed}
 
 
-def row(dtype, head_dim, seqlen, found):
-    """Lines of a table: rates, how many times as fast cupyflash is, and errors in units of those of `standard`."""
-    unit = found.get("standard", {}).get("errors")
+def table(result):
+    head = "dtype     dim seqlen: TFLOP/s and times as long, of both passes; error of out and gradients (in standard's)"
+    return "\n".join([head, *(line for size in result["sizes"] for line in lines(size))])
+
+
+def lines(size):
+    """Of a table: rates, how many times as fast cupyflash is, and errors in units of those of `standard`."""
+    found, passes = size["found"], ("forward", "backward")
+    unit, ours = (found.get(name, {}) for name in ("standard", "cupyflash"))
+    label = f"{size['dtype']:8} {size['head_dim']:4} {size['seqlen']:6}"
     for name, one in found.items():
-        ratios = [f"{one[p]['seconds'] / found['cupyflash'][p]['seconds']:5.2f}" for p in ("forward", "backward")]
-        off = [f"{x:.1e}" + (f" ({x / y:.1f})" if unit else "") for x, y in zip(one["errors"], unit or one["errors"])]
-        rates = [f"{one[p]['tflops']:6.1f}" for p in ("forward", "backward")]
-        yield " ".join((f"{dtype:8} {head_dim:4} {seqlen:6} {name:16}", *rates, *ratios, *off))
+        ratios = [f"{one[p]['seconds'] / ours[p]['seconds']:5.2f}" if ours else "    -" for p in passes]
+        relative = [f" ({x / y:.1f})" for x, y in zip(one["errors"], unit["errors"])] if unit else ["", ""]
+        off = [f"{x:.1e}{times}" for x, times in zip(one["errors"], relative)]
+        rates = [f"{one[p]['tflops']:6.1f}" for p in passes]
+        yield " ".join((f"{label} {name:16}", *rates, *ratios, *off))
+    for name, why in size["failed"].items():
+        yield f"{label} {name:16} failed: {why}"
 
 
 def main(arguments=None):
@@ -151,25 +161,22 @@ def main(arguments=None):
     parser.add_argument("--head-dims", nargs="+", type=count, default=[64, 128])
     parser.add_argument("--seqlens", nargs="+", type=count, default=[1024, 2048, 4096, 8192])
     parser.add_argument("--rounds", type=count, default=timing.ROUNDS)
-    parser.add_argument("--output", type=output.file, metavar="FILE", default=Path(__file__).with_suffix(".json"))
-    options = parser.parse_args(arguments)
+    options = output.parse(parser, __file__, arguments, plot=False)
     for seqlen in options.seqlens:
         if TOKENS % seqlen:
             parser.error(f"--seqlens has {seqlen}; allowed: what divides {TOKENS}")
     if not cupy.cuda.is_available():
-        output.lacks("there is no GPU")
-    records = []
-    print("dtype     dim seqlen: TFLOP/s and times as long, of both passes; error of out and gradients (in standard's)")
-    for dtype in options.dtypes:
-        for head_dim in options.head_dims:
-            for seqlen in options.seqlens:
-                found = measure(dtype, head_dim, seqlen, options.rounds)
-                records.append({"dtype": dtype, "head_dim": head_dim, "seqlen": seqlen, "found": found})
-                print("\n".join(row(dtype, head_dim, seqlen, found)), flush=True)
+        output.lacks(f"CuPy finds no CUDA GPU. {output.WITHOUT_GPU}")
     gpu = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())["name"].decode()
-    about = {"gpu": gpu, "versions": output.versions(), "date": datetime.now(timezone.utc).date().isoformat()}
-    output.write(options, about | {"command": output.command(), "sizes": records})
-    return 0
+    result = {**output.about(gpu), "sizes": []}
+    sizes = list(product(options.dtypes, options.head_dims, options.seqlens))
+    for number, size in enumerate(sizes, 1):
+        measured = measure(*size, options.rounds)
+        result["sizes"].append(measured)
+        output.progress(number, len(sizes), *size, measured["failed"] or "")
+        output.write(options, result)
+    output.show(options, result, table(result))
+    return 1 if any(size["failed"].keys() & {"cupyflash", "cupyflash, tf32"} for size in result["sizes"]) else 0
 
 
 if __name__ == "__main__":

@@ -71,7 +71,10 @@ def peers_of(rows):
 def caption(result):
     """What was measured, where, when and how."""
     versions = result.get("versions") or {"torch": result["torch"]}
-    used = ", ".join(f"{name} {version}" for name, version in versions.items())
+    commits = [cell["commit"] for cell in result["cells"].values() if cell.get("commit")]
+    of_cupyflash = [f"cupyflash at {', '.join(dict.fromkeys(commits))}"] if commits else []
+    cudnn = [f"cuDNN {cudnn_version(result['cudnn'])}"] if result["cudnn"] else []
+    used = ", ".join(of_cupyflash + [f"{name} {version}" for name, version in versions.items()] + cudnn)
     commands = ", ".join(f"`{command}`" for command in result.get("commands", []))
     rows = rates(result)
     peers = {dtype: peers_of({key: row for key, row in rows.items() if key[0] == dtype}) for dtype, *_ in rows}
@@ -83,8 +86,8 @@ def caption(result):
         + "; in parentheses the ratio to the best peer of the same run"
         + (f" ({measured}). " if measured else ". ")
         + "".join(f"{PEERS.get(name, name)} was not measured at {where}. " for name, where in gaps(result))
-        + f"The columns are sequence lengths. Measured on {result.get('date', 'an unknown date')} with {used}, "
-        f"cuDNN {cudnn_version(result['cudnn'])}" + (f", by {commands}." if commands else ".")
+        + f"The columns are sequence lengths. Measured on {result.get('date', 'an unknown date')} with {used}"
+        + (f", by {commands}." if commands else ".")
     )
 
 
@@ -128,8 +131,10 @@ def means(rows):
 
 
 def write(text, readme):
-    before, rest = readme.read_text().split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
+    before, _, rest = readme.read_text().partition(MARKS[0])
+    _, last, after = rest.partition(MARKS[1])
+    if not last:
+        raise ValueError(f"it lacks {MARKS[0]!r} and, after it, {MARKS[1]!r}")
     readme.write_text(f"{before}{MARKS[0]}\n{text}\n{MARKS[1]}{after}")
 
 
@@ -178,7 +183,11 @@ def main(arguments=None):
         reason = f"{type(error).__name__}: {error}"
         parser.error(f"--input {options.input}: no result of side_by_side.py can be read there: {reason}")
     if options.write:
-        write(text, HERE.parent / "README.md")
+        readme = HERE.parent / "README.md"
+        try:
+            write(text, readme)
+        except (OSError, ValueError) as error:
+            parser.error(f"--write: {readme}: {error}")
     if options.plot:
         plot(result, options.plot)
     if not (options.write or options.plot):

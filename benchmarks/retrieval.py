@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from datetime import datetime, timezone
 
 import output
 
@@ -33,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch_attention import attention, standard_attention
 
-from cupyflash.roofline_report import check_plot, count, rate
+from cupyflash.roofline_report import count, rate
 
 SYMBOLS, VALUES = 256, 64
 KEYS = SYMBOLS * SYMBOLS
@@ -41,6 +40,7 @@ SHORTEST, GROWTH = 16, 4  # items of the first sequences, factor from one phase 
 LEARNT, PASSED = 0.95, 0.99  # accuracy that ends a phase; that of a run that passes
 WARM_UP = 30  # steps
 MOST_ON_NUMPY = 4096  # items: their number squared is what a step takes
+ON_NUMPY = f"On NumPy, up to {MOST_ON_NUMPY} items: --items 256 --tokens 4096 --output retrieval-numpy.json"
 
 
 class Block(nn.Module):
@@ -163,9 +163,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--tests", type=count, default=8, help="sequences never seen")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-standard", action="store_true", help="do not try standard attention before")
-    output.add_arguments(parser, __file__)
-    options = parser.parse_args(arguments)
-    check_plot(parser, options)
+    options = output.parse(parser, __file__, arguments)
     if not SHORTEST <= options.items <= options.tokens <= KEYS:
         parser.error(
             f"--items is {options.items} and --tokens {options.tokens}; allowed: {SHORTEST} to {KEYS}, items <= tokens"
@@ -176,21 +174,13 @@ def parse_arguments(arguments=None):
 def main(arguments=None):
     options = parse_arguments(arguments)
     gpu = torch.cuda.is_available()
-    if options.items > MOST_ON_NUMPY and not gpu:
-        print(
-            f"retrieval.py needs a CUDA GPU for more than {MOST_ON_NUMPY} items; PyTorch finds none. On NumPy: "
-            "--items 256 --tokens 4096 --output retrieval-numpy.json",
-            file=sys.stderr,
-        )
-        return 2
+    on_numpy = options.items <= MOST_ON_NUMPY and not gpu
+    name = "CPU, NumPy backend" if on_numpy else output.gpu_of(torch, ON_NUMPY)
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     torch.manual_seed(options.seed)
     generator = torch.Generator(device).manual_seed(options.seed)
     result = {
-        "device": torch.cuda.get_device_name() if gpu else "CPU, NumPy backend",
-        "torch": torch.__version__,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": output.command(),
+        **output.about(name, torch),
         "items": options.items,
         "tokens": options.tokens,
     }
@@ -218,8 +208,9 @@ def main(arguments=None):
     text = (
         f"{'passed' if passed else 'FAILED'}: {result['accuracy']:.3%} of {answers:,} answers right after "
         f"{last['step']} steps, {last['seconds']:.0f} s"
+        + (f", where --seconds {options.seconds:g} ended the training" if last["seconds"] > options.seconds else "")
     )
-    output.show(options, {**result, "passed": passed}, "retrieval", text)
+    output.show(options, {**result, "passed": passed}, text, "retrieval")
     return 0 if passed else 1
 
 

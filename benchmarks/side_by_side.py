@@ -25,20 +25,18 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-from output import command, file, lacks, versions, write
+import output
 from report import is_ours
 
 try:
     import torch
 except ImportError:
-    lacks("PyTorch is missing; pip install torch")
+    output.lacks("PyTorch is missing; pip install torch")
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -300,8 +298,8 @@ def ceilings():
     }
 
 
-def summarise(cells):
-    """Print geometric mean and worst cell of the rate of each of our entries over each peer's and the best peer's."""
+def summary(cells):
+    """Yield geometric mean and worst cell of the rate of each of our entries over each peer's and the best peer's."""
     rates = [cell["tflops"] for cell in cells.values()]
     for entry in sorted({name for rate in rates for name in rate if is_ours(name)}):
         which = entry.split(".")[1]
@@ -315,10 +313,10 @@ def summarise(cells):
             if ratio:
                 worst = min(ratio, key=ratio.get)
                 mean = statistics.geometric_mean(ratio.values())
-                print(f"{entry} over {rival}: geometric mean {mean:.3f}, worst {ratio[worst]:.3f} ({worst})")
+                yield f"{entry} over {rival}: geometric mean {mean:.3f}, worst {ratio[worst]:.3f} ({worst})"
 
 
-def parse_arguments():
+def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16"])
     parser.add_argument("--head-dims", nargs="+", type=words.count, default=[64, 128, 256])
@@ -336,8 +334,7 @@ def parse_arguments():
     parser.add_argument("--quick", action="store_true", help="sequence lengths 1024 and 8192 only")
     parser.add_argument("--keep", action="store_true", help="keep the sizes that OUTPUT holds, measure the others")
     parser.add_argument("--again", action="store_true", help="with --keep: measure the sizes asked for in any case")
-    parser.add_argument("--output", type=file, default=Path(__file__).with_suffix(".json"))
-    options = parser.parse_args()
+    options = output.parse(parser, __file__, arguments, plot=False)
     check_seqlens(parser, options)
     return options
 
@@ -370,21 +367,15 @@ def resumed(result, kept):
     return result | own
 
 
-def main():
-    options = parse_arguments()
-    if not torch.cuda.is_available():
-        print("side_by_side.py needs a CUDA GPU; PyTorch finds none", file=sys.stderr)
-        return 2
+def main(arguments=None):
+    options = parse_arguments(arguments)
+    about = output.about(output.gpu_of(torch), torch)
+    commands = [about.pop("command")]
     implementations = {name: PEERS[name] for name in options.peers}
     implementations |= {"cupyflash" if path == "default" else f"cupyflash-{path}": ours(path) for path in options.paths}
-    start = time.perf_counter()
     result = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "versions": versions(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "commands": [command()],
+        **about,
+        "commands": commands,
         "dtype": "bfloat16",  # of the cells whose key names no other
         "ceilings": None,
         "missing": {},
@@ -407,13 +398,12 @@ def main():
             continue
         timing = options.rounds, options.seconds
         cell = measure_cell(implementations, result["missing"], timing, dtype, head_dim, causal, seqlen)
-        progress = f"[{number}/{len(sizes)}, {time.perf_counter() - start:.0f} s]"
         found = cell["tflops"], cell["ratio_to_best_peer"], cell["failed"] or ""
-        print(progress, key, *found, file=sys.stderr, flush=True)
-        result["cells"][key] = cell
-        write(options, result)
-    print("not installed:", result["missing"] or "none")
-    summarise(result["cells"])
+        output.progress(number, len(sizes), key, *found)
+        result["cells"][key] = {"commit": about["commit"], **cell}
+        output.write(options, result)
+    lines = [f"not installed: {result['missing'] or 'none'}", *summary(result["cells"])]
+    output.show(options, result, "\n".join(lines))
     return exit_code(result)
 
 

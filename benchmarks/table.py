@@ -16,8 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
-from datetime import datetime, timezone
 
 import output
 import side_by_side
@@ -25,7 +23,7 @@ import torch
 import torch_attention
 from side_by_side import TOKENS, Pair, ours, synchronize, to_cupy
 
-from cupyflash.roofline_report import check_plot, count, rate
+from cupyflash.roofline_report import count, rate
 
 SHAPES = {"gpt2": (12, 64, True), "bert-large": (16, 64, False)}  # heads, head_dim, causal
 SEQLENS = [2**n for n in range(7, 17)]
@@ -199,27 +197,13 @@ def parse_arguments(arguments=None):
     parser.add_argument("--paths", nargs="+", default=["default", "sm80"], choices=["default", "sm80", "sm90"])
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--seconds", type=rate, default=0.01, help="of one entry in one round")
-    output.add_arguments(parser, __file__)
-    options = parser.parse_args(arguments)
-    check_plot(parser, options)
-    return options
+    return output.parse(parser, __file__, arguments)
 
 
 def main(arguments=None):
     options = parse_arguments(arguments)
-    if not torch.cuda.is_available():
-        print(
-            "table.py needs a CUDA GPU; PyTorch finds none. By formula: python -m cupyflash roofline", file=sys.stderr
-        )
-        return 2
-    start = time.perf_counter()
     result = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "versions": output.versions(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": output.command(),
+        **output.about(output.gpu_of(torch), torch),
         "dtype": options.dtype,
         "missing": {},
         "cells": {},
@@ -236,10 +220,9 @@ def main(arguments=None):
         cell = measure_cell(groups, result["missing"], timing, options.dtype, SHAPES[name], causal, seqlen)
         key = f"{name} {'causal' if causal else 'full'} S{seqlen}"
         result["cells"][key] = cell
-        progress = f"[{number}/{len(sizes)}, {time.perf_counter() - start:.0f} s]"
-        print(progress, key, cell["failed"] or "", file=sys.stderr, flush=True)
+        output.progress(number, len(sizes), key, cell["failed"] or "")
         output.write(options, result)
-    output.show(options, result, "time_and_memory", table(result))
+    output.show(options, result, table(result), "time_and_memory")
     return side_by_side.exit_code(result)
 
 

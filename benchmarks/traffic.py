@@ -23,14 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
 import output
 
 import cupyflash
-from cupyflash.roofline_report import check_plot, count, rate
+from cupyflash.roofline_report import count, rate
 
 HEADS, HEAD_DIM, TOKENS = 16, 64, 32768
 GPT2_MEDIUM = (64, 1024)  # batch, seqlen
@@ -149,12 +148,13 @@ def by_pass(kernels, count):
     return [dict(zip(PASSES, passes[i * len(PASSES) :])) for i in range(count)]
 
 
-def has_gpu():
+def missing():
+    """What to measure with, if there is none."""
     try:
         import cupy
     except ImportError:
-        return False
-    return cupy.cuda.is_available()
+        return output.NO_CUPY
+    return "" if cupy.cuda.is_available() else "CuPy finds no CUDA GPU"
 
 
 def measure(options):
@@ -162,8 +162,9 @@ def measure(options):
     ncu = options.ncu or shutil.which("ncu")
     if ncu is None or shutil.which(ncu) is None:
         raise RuntimeError(HOW_TO_GET_NCU)
-    if not has_gpu():
-        raise RuntimeError(f"there is no GPU, or no CuPy to find it. {FORMULAS}")
+    if missing():
+        raise RuntimeError(f"{missing()}. {FORMULAS}")
+    about = output.about(None)
     sizes = [GPT2_MEDIUM] * options.gpt2 + [(max(1, TOKENS // seqlen), seqlen) for seqlen in options.seqlens]
     with tempfile.TemporaryDirectory() as folder:
         log, counters = Path(folder, "log.json"), Path(folder, "counters.csv")
@@ -189,9 +190,7 @@ def measure(options):
         for (batch, seqlen), passes in zip(run["sizes"], measured)
     ]
     return {
-        "gpu": run["gpu"],
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": output.command(),
+        **about | {"gpu": run["gpu"]},
         "dtype": "float16",
         "heads": HEADS,
         "head_dim": HEAD_DIM,
@@ -226,12 +225,9 @@ def parse_arguments(arguments=None):
     parser.add_argument("--no-gpt2", action="store_false", dest="gpt2", help="leave out the size of the paper's table")
     parser.add_argument("--seconds", type=rate, default=45, help="begin no size after so many")
     parser.add_argument("--ncu", metavar="PATH", help="of Nsight Compute's command line")
-    output.add_arguments(parser, __file__)
     parser.add_argument("--run", type=Path, help=argparse.SUPPRESS)  # of the process under ncu
     parser.add_argument("--sizes", type=json.loads, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    check_plot(parser, options)
-    return options
+    return output.parse(parser, __file__, arguments)
 
 
 def main(arguments=None):
@@ -245,7 +241,7 @@ def main(arguments=None):
         print(f"traffic.py: {error}", file=sys.stderr)
         return 2
     output.write(options, result)
-    output.show(options, result, "traffic", table(result))
+    output.show(options, result, table(result), "traffic")
     return 0
 
 

@@ -27,7 +27,6 @@ import math
 import statistics
 import sys
 import time
-from datetime import datetime, timezone
 
 import output
 
@@ -40,10 +39,14 @@ from table import OUT_OF_MEMORY, free, reason
 from torch import nn
 from torch_attention import attention, standard_attention
 
-from cupyflash.roofline_report import check_plot, count
+from cupyflash.roofline_report import count
 
 SIZES = {"layers": 12, "heads": 12, "width": 768, "vocabulary": 50304}
 # Relative: of the losses to the least one, of the gradients to those of the first implementation, by their norm.
+ON_NUMPY = (
+    "On NumPy: --cpu --layers 2 --heads 2 --width 32 --vocabulary 128 --seqlens 32 --tokens 128 "
+    "--output training-numpy.json"
+)
 TOLERANCES = {"first": 1e-3, "last": 5e-2, "gradients": 5e-2}
 
 
@@ -180,6 +183,7 @@ def measure_cell(options, seqlen, device):
     sizes = {name: getattr(options, name) for name in SIZES}
     peaks, failed, trainings, samples = {}, {}, {}, {}
     for name in options.attention:
+        output.progress(len(trainings), len(options.attention), f"S{seqlen}: {name} begins")
         before = begin_peak(device)
         training = attempt(name, failed, begin, name, sizes, batch, seqlen, device)
         if training:
@@ -281,9 +285,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--rounds", type=count, default=5, metavar="N")
     parser.add_argument("--steps", type=count, default=4, metavar="N", help="timed in a round, after as many untimed")
     parser.add_argument("--cpu", action="store_true", help="no GPU, cupyflash on NumPy: for small sizes")
-    output.add_arguments(parser, __file__)
-    options = parser.parse_args(arguments)
-    check_plot(parser, options)
+    options = output.parse(parser, __file__, arguments)
     if options.width % options.heads:
         parser.error(f"--width is {options.width}; allowed: multiples of --heads, {options.heads}")
     for seqlen in options.seqlens:
@@ -294,21 +296,9 @@ def parse_arguments(arguments=None):
 
 def main(arguments=None):
     options = parse_arguments(arguments)
-    if not torch.cuda.is_available() and not options.cpu:
-        print(
-            "training.py needs a CUDA GPU; PyTorch finds none. On NumPy: --cpu --layers 2 --heads 2 --width 32 "
-            "--vocabulary 128 --seqlens 32 --tokens 128 --output training-numpy.json",
-            file=sys.stderr,
-        )
-        return 2
     device = "cpu" if options.cpu else "cuda"
     result = {
-        "gpu": "CPU, NumPy backend" if options.cpu else torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "versions": output.versions(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": output.command(),
+        **output.about("CPU, NumPy backend" if options.cpu else output.gpu_of(torch, ON_NUMPY), torch),
         "dtype": "bfloat16",
         "attention": options.attention,
         "tokens": options.tokens,
@@ -316,15 +306,13 @@ def main(arguments=None):
         "tolerances": TOLERANCES,
         "cells": {},
     }
-    start = time.perf_counter()
     # What the libraries of PyTorch allocate once is not to be counted for the implementation that comes first.
     Training(torch_attention, {"layers": 1, "heads": 1, "width": 64, "vocabulary": 64}, 1, 64, device).step()
     for number, seqlen in enumerate(options.seqlens, 1):
         cell = result["cells"][f"S{seqlen}"] = measure_cell(options, seqlen, device)
-        progress = f"[{number}/{len(options.seqlens)}, {time.perf_counter() - start:.0f} s]"
-        print(progress, f"S{seqlen}", cell["tokens_per_second"], cell["failed"] or "", file=sys.stderr, flush=True)
+        output.progress(number, len(options.seqlens), f"S{seqlen}", cell["tokens_per_second"], cell["failed"] or "")
         output.write(options, result)
-    output.show(options, result, "training", f"{caption(result)}\n\n{table(result)}")
+    output.show(options, result, f"{caption(result)}\n\n{table(result)}", "training")
     found = complaints(result)
     for complaint in found:
         print(f"training.py: {complaint}", file=sys.stderr)

@@ -14,10 +14,8 @@ H200, most of it for kernels that are compiled.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from datetime import datetime, timezone
-from pathlib import Path
+from itertools import product
 
 import numpy as np
 import output
@@ -182,14 +180,20 @@ def measure(options, head_dim, causal, missing):
     tflops = {}
     for entry, seconds in side_by_side.median_seconds(calls, options.rounds, options.seconds).items():
         name, which = entry.split(".")
-        operations = 4 * pairs[name] * WIDTH * (0.5 if causal else 1) * (2.5 if which == "bwd" else 1)
+        operations = 4 * pairs[name] * shape[1] * head_dim * (0.5 if causal else 1) * (2.5 if which == "bwd" else 1)
         tflops[entry] = round(operations / seconds / 1e12, 1)
     about = {"sequences": len(lengths), "shortest": min(lengths), "longest": max(lengths), "dense_seqlen": seqlen}
     return about | {"tflops": tflops, "failed": failed}
 
 
+def table(result):
+    """Rates of both passes, how many times as fast packed sequences of cupyflash are, and who is missing."""
+    head = f"{'':12} {'':18} TFLOP/s forward, backward; times as fast as it cupyflash is"
+    rows = (row for key, cell in result["cells"].items() for row in lines(key, cell))
+    return "\n".join([head, *rows, f"not installed: {result['missing'] or 'none'}"])
+
+
 def lines(key, cell):
-    """Of a table: rates of both passes, and how many times as fast packed sequences of cupyflash are."""
     rates = cell["tflops"]
     for name in dict.fromkeys(entry.split(".")[0] for entry in rates):
         known = [rates[f"{name}.{which}"] for which in PASSES]
@@ -210,33 +214,19 @@ def parse_arguments(arguments):
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--rounds", type=count, default=side_by_side.ROUNDS)
     parser.add_argument("--seconds", type=rate, default=side_by_side.SECONDS, help="of one entry in one round")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--output", type=output.file, metavar="FILE", default=Path(__file__).with_suffix(".json"))
-    return parser.parse_args(arguments)
+    return output.parse(parser, __file__, arguments, plot=False)
 
 
 def main(arguments=None):
     options = parse_arguments(arguments)
-    if not torch.cuda.is_available():
-        output.lacks("there is no GPU")
-    result = {
-        "gpu": torch.cuda.get_device_name(),
-        "versions": output.versions(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": output.command(),
-        "missing": {},
-        "cells": {},
-    }
-    if not options.json:
-        print(f"{'':12} {'':18} TFLOP/s forward, backward; times as fast as it cupyflash is")
-    for head_dim in options.head_dims:
-        for causal in (False, True):
-            key = f"d{head_dim} {'causal' if causal else 'full'}"
-            cell = result["cells"][key] = measure(options, head_dim, causal, result["missing"])
-            output.write(options, result)
-            if not options.json:
-                print(*lines(key, cell), sep="\n", flush=True)
-    print(json.dumps(result) if options.json else f"not installed: {result['missing'] or 'none'}")
+    result = {**output.about(output.gpu_of(torch), torch), "missing": {}, "cells": {}}
+    sizes = list(product(options.head_dims, (False, True)))
+    for number, (head_dim, causal) in enumerate(sizes, 1):
+        key = f"d{head_dim} {'causal' if causal else 'full'}"
+        cell = result["cells"][key] = measure(options, head_dim, causal, result["missing"])
+        output.progress(number, len(sizes), key, cell["failed"] or "")
+        output.write(options, result)
+    output.show(options, result, table(result))
     return 1 if any(cell["failed"] for cell in result["cells"].values()) else 0
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import re
 import sys
 
@@ -72,7 +70,7 @@ def main(arguments=None):
     except machine.NoGpu as error:
         print(f"--backend cuda: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(finite(report), indent=2) if options.json else table.table(report))
+    print(roofline_report.as_json(report, indent=2) if options.json else table.table(report))
     return 0 if report["passed"] else 1
 
 
@@ -81,15 +79,6 @@ def architectures(text):
     if not all(re.fullmatch(r"sm_\d+[af]?", name) for name in names):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list like sm_80,sm_90a")
     return names
-
-
-def finite(value):
-    """``value`` with null where JSON has no number: NaN and infinities."""
-    if isinstance(value, dict):
-        return {name: finite(entry) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

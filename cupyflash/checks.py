@@ -5,7 +5,6 @@ Messages name the argument, what it got and what is allowed. Nothing here reads 
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import lru_cache
 from numbers import Integral, Real
@@ -178,16 +177,13 @@ def flag(name, value):
         raise TypeError(f"{name} is {shown(value)} ({type_name(value)}); allowed: False, True")
 
 
-def positive(name, value) -> float:
+def figure(name, value) -> float:
     """A figure of a device."""
-    allowed = "allowed: a positive finite number, a second"
-    try:
-        number = float(_real(name, value, allowed))
-    except OverflowError:
-        number = math.inf
-    if not 0 < number < math.inf:
+    allowed = "allowed: a number from 1 to 1e30, a second"  # so that no time and no rate leaves the range of a float
+    number = _real(name, value, allowed)
+    if not 1 <= number <= 1e30:
         raise ValueError(f"{name} is {shown(value)}; {allowed}")
-    return number
+    return float(number)
 
 
 def integer(name, value, least) -> int:

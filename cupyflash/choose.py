@@ -31,6 +31,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+from . import counts
 from .checks import MASK_TILE
 from .problem import Problem
 from .spec import (
@@ -156,7 +157,8 @@ HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4
 #   softcap     0.60: a vote for every 16 columns; 0.72: its series in five instructions, exponents made relative to
 #               the maximum at once; 0.83: and no maximum where the cap bounds it; 0.70: with one branch in between
 #   dropout     0.51: a call of Philox for 4 weights; 0.26: bits of 32 weights by two idle warps; 0.51: by those who
-#               compute, while the scores are on their way, who wait little; 0.56 to 0.65: beside the exponentials
+#               compute, while the scores are on their way, who wait little; 0.56 to 0.65: beside the exponentials.
+#               Where those had 0.52, 0.44 by four more warps that do nothing else: 1470 cycles for 155 instructions
 #   mbarriers   waits with a limit of 10 ms instead of the machine's, which ask less often: 9 % less at 64
 HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with this, dropout
 HOPPER_FORWARD_ALL = {128: ((96, 1, 1, 2, 4, 5),) * 4}  # and with these, softcap, ALiBi and dropout together
@@ -192,6 +194,21 @@ HOPPER_FORWARD_READS = {
     128: (64, 1, 1, 2, 4, 8),
 }
 SHORT = 1024
+# Without options a row's maximum is looked for up to the first tile of keys that the group's rows see in full. From
+# then on it moves where the sums, which are needed anyway, pass 2^12 (core/softmax.cuh): nothing is lost unless a score
+# is 2^127 above it at once. A flag then has the kernel of the rows above, launched behind, compute everything. It costs
+# the launch and the flag's zero, by estimate 4 us. By count, at 64, a warp's instructions for a tile of 128 keys were
+# 317 instead of 404 before the sums were watched: without 62 maxima, two votes and what they decide. In one loop with
+# the other way the exponentials all came before the wait for P V; see above. Speed beside the maximum in the same run
+# (H200, bfloat16, samples of 30 ms), lengths 1024 / 4096 / 16384, full then causal; float16 is within 0.02 of it:
+#    64: 1.02 1.05 1.05, 1.01 1.03 1.04   128: 1.01 1.09 1.11, 0.95 1.05 1.10   256: 0.95 0.99 1.00, 0.95 0.97 0.99
+# with the sums watched before the wait for P V, so that all exponentials were, too. A maximum that never moved, the
+# flag set from sums of 2^64 on, was right for bfloat16 alone; on another GPU it had
+#    64: 1.02 1.05 1.08, 1.02 1.04 1.05   128: 1.06 1.15 1.17, 0.99 1.10 1.16
+STEADY = 128  # head_dim up to which it is used,
+STEADY_KEYS = 2048  # keys that a row may see from which on,
+STEADY_SCORES = 1 << 28  # and scores of the whole call,
+LEAST_SCALE = 1e-30  # and scale: a logarithm divided by it is a finite score
 HOPPER_DIMS_V = (64, 96, 128, 192, 256)  # widths of the accumulators of out and dv
 
 # head_dim up to:
@@ -260,6 +277,9 @@ BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 #   full masks, every tile of keys begins with   7 % less at 64, 10 % less at 128, from 8192 on: all add to one place
 #   the first queries
 #   split                                        128: 349 / 455 / 489
+# With dropout, 128 and 64 at 8192: 0.60 and 0.40 of the speed without it while two warps decided, in 205 instructions a
+# word: of the four schedulers, theirs lacked the issue slots. 0.71 and 0.55 with three, which find the keys of Philox's
+# rounds in the constants of the call: 155 instructions.
 # With a bias. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
 # In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
 # read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
@@ -483,6 +503,21 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
             tilings |= HOPPER_FORWARD_ALL if all(_change(problem)) else {}
             spec = make(row(tilings)[at])
     return Variant("sm90/forward.cuh", "hopper_forward", problem.dtype, spec, problem.mods)
+
+
+def steady(problem: Problem) -> bool:
+    """Whether Hopper's forward is computed with maxima that stay, see `STEADY`."""
+    changed = any(_change(problem)) or reads(problem) or problem.blocks or problem.mods or problem.varlen
+    if changed or max(problem.head_dim, problem.head_dim_v) > STEADY or problem.scale < LEAST_SCALE:
+        return False
+    sides = problem.left, problem.right
+    keys = problem.seqlen_k if None in sides else min(problem.seqlen_k, sum(sides) + 1)
+    return keys >= STEADY_KEYS and problem.batch * problem.heads_q * counts.scores(problem) >= STEADY_SCORES
+
+
+def steadily(main: Variant) -> tuple[Variant, Variant]:
+    """Return the kernel whose maxima stay, and `main` as it runs behind: only if the flag is set."""
+    return tuple(replace(main, spec=replace(main.spec, **{name: True})) for name in ("steady", "only_if"))
 
 
 def _with_logits(make, tilings: tuple, prefers_two: bool = False):
@@ -775,6 +810,8 @@ def _variants(capability: int) -> Iterator[Variant]:
                 yield hopper_forward(problem, 16, True)
                 yield hopper_forward(problem, 2, False)
                 yield hopper_forward(replace(problem, heads_q=3), 16, False)  # packed
+                if head_dim <= STEADY:
+                    yield from (one for plain in masked for one in steadily(hopper_forward(plain, 16, False)))
                 long = replace(problem, seqlen_k=SPLIT + 1)
                 if not split(long):
                     yield hopper_backward(long, 16, True)

@@ -103,8 +103,13 @@ def kept(xp, dropout, seed, batch, heads, queries, keys):
 def philox(counter, key, rounds=ROUNDS):
     """Philox 4x32 of four arrays that broadcast and of two integers: four arrays of uint64 with 32 random bits each."""
     a, b, c, d = counter
-    for i in range(rounds):
-        left, right = (k + i * step & WORD - 1 for k, step in zip(key, KEY_STEPS))
+    for left, right in round_keys(key[0] | key[1] << 32, rounds):
         low, high = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
         a, b, c, d = high >> 32 ^ b ^ left, high & WORD - 1, low >> 32 ^ d ^ right, low & WORD - 1
     return a, b, c, d
+
+
+def round_keys(seed, rounds=ROUNDS):
+    """Two words of 32 bits for each round."""
+    words = (seed % WORD, seed // WORD)
+    return [tuple(word + i * step & WORD - 1 for word, step in zip(words, KEY_STEPS)) for i in range(rounds)]

@@ -18,6 +18,7 @@ import numpy as np
 
 from . import checks, choose, compiler, precise, tensor_map
 from .block_mask import Bitmaps, bitmaps_of
+from .dropout import ROUNDS
 from .problem import Problem
 from .spec import Variant
 from .structs import (
@@ -41,6 +42,7 @@ from .structs import (
     PRECISE_FORWARD_PARAMS,
     SCALES,
     STATISTIC_TILE,
+    dropout_words,
     fill,
     fill_blocks,
     fill_dropout,
@@ -118,7 +120,7 @@ class Plan:
     calls: tuple[tuple, ...]  # `Launch.call` of each
     kernels: tuple  # that they belong to
     words: np.ndarray  # the struct as 64-bit words
-    slots: tuple[int, ...]  # the words that hold the pointers and the seed
+    slots: tuple[int, ...]  # the words that hold the pointers and the keys of dropout
     workspace: tuple[int, ...] = ()
     halves: tuple[int, ...] = ()  # elements of the float16 arrays that the plan splits its inputs into
     mask_words: tuple[Plan, int] | None = None  # what makes the words of a mask before, and how many there are
@@ -137,7 +139,9 @@ class Plan:
     ) -> Plan:
         slots = []
         for name in names:
-            if name != "mods":
+            if name == "dropout":
+                slots += range(first := _slot(params.dtype, name), first + ROUNDS * bool(params[name]["threshold"]))
+            elif name != "mods":
                 slots.append(_slot(params.dtype, name))
             elif mods:
                 slots += [params.dtype.fields[name][1] // 8 + slot for slot in mods.slots]
@@ -197,13 +201,20 @@ def forward(
     if plan is None:
         rest = Rest(lse, slopes, sink, bias, mask, bitmaps, captured)
         plan = _remember(key, _plan_forward(problem, (q, k, v, out), rest))
-    taken = cupy.zeros(plan.workspace, np.uint32) if plan.workspace else None
-    keep_for_graph(taken)
+    word = cupy.zeros(plan.workspace, np.uint32) if plan.workspace else None  # runs taken, or a flag
+    keep_for_graph(word)
     halves, _held = _room_for_halves(plan)
     words = _mask_words(plan, mask, bitmaps[0])
-    more = halves or (_pointer(taken),)  # no plan has both
-    shown = mask if words is None else words
-    plan.run(*pointers, seed, _pointer(bitmaps[0]), _pointer(bias), _pointer(shown), *map(_word, captured), *more)
+    more = halves or (_pointer(word),)  # no plan has both
+    plan.run(
+        *pointers,
+        *dropout_words(problem, seed),
+        _pointer(bitmaps[0]),
+        _pointer(bias),
+        _pointer(mask if words is None else words),
+        *map(_word, captured),
+        *more,
+    )
 
 
 def backward(
@@ -269,7 +280,7 @@ def backward(
         _pointer(slopes),
         _pointer(sink),
         _pointer(dsink),
-        seed,
+        *dropout_words(problem, seed),
         _pointer(bias),
         _pointer(mask),
         _pointer(dbias),
@@ -516,11 +527,11 @@ def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Res
     fill(params, "out", out)
     fill(params, "lse", rest.lse)
     _fill_options(params, problem, rest)
-    launch = Launch.of(variant, min(-(-runs // spec.teams), clusters) * spec.cluster)
+    variants = choose.steadily(variant) if choose.steady(problem) else (variant,)
+    launches = tuple(Launch.of(one, min(-(-runs // spec.teams), clusters) * spec.cluster) for one in variants)
     names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
-    if problem.blocks:
-        return Plan.of((launch,), params, (*names, "taken"), problem.mods, (1,), mask_words=words)
-    return Plan.of((launch,), params, names, problem.mods, mask_words=words)
+    word = ("taken",) if problem.blocks else ("only_if",) if len(launches) > 1 else ()
+    return Plan.of(launches, params, (*names, *word), problem.mods, (1,) * len(word), mask_words=words)
 
 
 def _plan_mask_words(params: np.ndarray, name: str, main: Variant, rest: Rest, group: int = 1, by_key: bool = False):

@@ -29,13 +29,14 @@ from .structs import (
     STATISTIC_TILE,
     TABLE_HEAD,
     TILE_KINDS,
+    dropout_words,
     fill,
     sizes,
 )
 
 SEARCHED = 1024  # rows of a block that looks for those of no sequence
 OTHER_POINTERS = ("lse", "score", "sink", "dropout", "segments")  # behind those of the arrays
-# Those up to dropout, whose place has the seed; what is behind them is for options that packed sequences do not have.
+# Those up to dropout, whose place has its keys; what is behind them is for options that packed sequences do not have.
 POINTERS = (*BACKWARD_POINTERS[: BACKWARD_POINTERS.index("dropout") + 1], "segments")
 _plans: dict = {}
 
@@ -92,7 +93,7 @@ def forward(problem: Problem, indices: dict, q, k, v, out, lse, slopes, sink, se
     plan = _plan(_plan_forward, problem, indices, arrays, Rest(lse, slopes, sink, None, None, NO_BLOCKS))
     pointers = [launch._pointer(x) for x in (*arrays, lse, slopes, sink)]
     table = _prepare(plan, indices, pointers[3], 0, 0, pointers[4])
-    plan.main.run(*pointers, seed, table)
+    plan.main.run(*pointers, *dropout_words(problem, seed), table)
 
 
 def backward(
@@ -130,7 +131,9 @@ def backward(
     launch.keep_for_graph(delta, dq_sum, turn)
     pointers = [launch._pointer(x) for x in (*arrays, lse, dlse, delta, dq_sum, turn, slopes, sink, dsink)]
     table = _prepare(plan, indices, *pointers[5:8], 0)
-    plan.main.run(*pointers, seed, table, *pointers[:4])  # the first four again: into maps, if there are any
+    plan.main.run(
+        *pointers, *dropout_words(problem, seed), table, *pointers[:4]
+    )  # the first four again: into maps, if there are any
 
 
 def keep_for_graph(*temporaries) -> None:

@@ -3,7 +3,8 @@
 Floors on an H200, in TFLOP/s, for one head of ``N`` queries and keys of width ``d``, from its data sheet, what was
 expected, and what came at 4096 keys, d = 64 and 128. By ``mma`` its tensor cores reach about 62 % of what they do by
 ``wgmma``, so 310 of TF32, and 100 of float32 by three products. Six products of bfloat16 at twice the rate would cost
-as much, be exact to the last bit and take twice the instructions to split. Of float64 ``mma`` has all 67. The backward
+as much, be exact to the last bit and take twice the instructions to split. Of float64 ``mma`` has all 67: the compiler
+gives 16 x 8 x 8 of them 32 cycles, in a pipe that takes other instructions of float64 every second cycle. The backward
 makes seven products where five count.
 
 =================  =================================================================================================
@@ -11,10 +12,11 @@ float32, forward   at most 100; expected: 55 to 70; came: 57, 51. For 16 x 8 x 1
                    beside 12 instructions to split the right factor, as many for the left one at 16 keys, 4
                    additions, 2 loads
 float32, backward  at most 71; expected: 35 to 45; came: 40, 29
-float64, forward   at most 64 beside exponentials of 16 instructions at 34 TFLOP/s, 60 at d = 64; expected: 40 to 50;
-                   came: 27, 31
-float64, backward  at most 48; at d = 128, where two warps compute the same scores of their keys, 37; expected: 25 to
-                   30; came: 23, 17
+float64, forward   at most 55, 60: 32 scores of a warp take 128 or 256 cycles of products and 13 instructions of 2,
+                   9 of which are the exponential's; expected: 35, 40; came: 38, 45. With 19, a branch for each
+                   exponential, none of which ran beside another, and factors read when needed: 26, 29
+float64, backward  at most 43; at d = 128, where two warps compute the same scores of their keys, 35; expected: 28 to
+                   31, 21 to 23; came: 30, 22. In that way, with copies that all waited for: 23, 17
 =================  =================================================================================================
 
 On Hopper float32 up to head_dim 128 is not multiplied as TF32 but, by ``wgmma``, as two float16 of each number,
@@ -35,8 +37,12 @@ Where a row or a column is so small beside the largest number of its array that 
 number is not finite, the kernels of halves return at once, and those of TF32, launched behind them, compute everything;
 otherwise these return.
 
-Standard attention in float64 makes 16 TFLOP/s forward at d = 64 and 28 at d = 128, 37 and 49 backward: to be twice as
-fast takes 32 and 56 forward, which the tensor cores have, and more than they have backward.
+Standard attention in float64 makes 15 TFLOP/s forward at d = 64 and 27 at d = 128, 35 and 45 backward: to be twice as
+fast takes 30 and 54 forward, which the floors allow, and more than the tensor cores have backward.
+
+Tried for float64, full masks, 4096, in one run: forward at 64 of 64 x 32, 32 and 36 (products 16 and 8 deep), of 64 x
+64, 38 and 38, of 128 x 16 with 32 rows a warp 38; causal 38, 37, 39, 37, 35. At 128 of 64 x 16, 34 and 38, of 64 x 24,
+42, of 128 x 32 by 8 warps, 45; causal 41, 38, 39, 41. Backward at 64 without the second stage 28 to 29, at 128 21.
 """
 
 from __future__ import annotations
@@ -60,9 +66,11 @@ from .spec import (
 )
 
 ITEM = {"float32": 4, "float64": 8}  # bytes of an element
+STEPS = {"float32": 2, "float64": 2}  # of 8 columns, multiplied together where a tile has as many rows
 
-# head_dim up to: (block_q, block_k, row_tiles, parts, blocks_per_sm), ... The first that fits is taken. None was timed:
-# the largest without spills. Warps of 32 rows read K and V half as often from shared memory, which d = 64 allows.
+# head_dim up to: (block_q, block_k, row_tiles, parts, blocks_per_sm), ... The first that fits is taken. Of float32
+# none was timed: the largest without spills. Warps of 32 rows read K and V half as often from shared memory, which
+# d = 64 allows.
 FORWARD = {
     "float32": {
         64: ((128, 16, 2, 1, 2),),
@@ -71,8 +79,8 @@ FORWARD = {
         256: ((64, 16, 1, 2, 1),),
     },
     "float64": {
-        64: ((64, 32, 1, 1, 2), (64, 32, 1, 1, 1)),
-        128: ((64, 16, 1, 1, 2), (64, 16, 1, 1, 1)),
+        64: ((64, 64, 1, 1, 2), (64, 32, 1, 1, 2), (64, 32, 1, 1, 1)),
+        128: ((128, 32, 1, 1, 1), (64, 16, 1, 1, 1)),
         192: ((32, 16, 1, 2, 1),),
         256: ((32, 16, 1, 2, 1), (16, 16, 1, 2, 1)),
     },
@@ -86,8 +94,8 @@ KEYS = {
         256: ((16, 32, 4, 1, 1),),
     },
     "float64": {
-        64: ((16, 64, 1, 1, 1),),
-        128: ((16, 32, 2, 1, 1),),
+        64: ((16, 64, 1, 2, 2), (16, 64, 1, 1, 1)),
+        128: ((16, 64, 2, 2, 1), (16, 32, 2, 1, 1)),
         192: ((8, 32, 3, 1, 1), (16, 16, 3, 1, 1)),
         256: ((8, 32, 4, 1, 1), (8, 16, 4, 1, 1)),
     },
@@ -100,8 +108,8 @@ QUERIES = {
         256: ((64, 16, 2, 1, 1), (32, 16, 2, 1, 1)),
     },
     "float64": {
-        64: ((64, 16, 1, 1, 2), (64, 16, 1, 1, 1)),
-        128: ((32, 16, 1, 1, 1),),
+        64: ((64, 32, 1, 1, 2), (64, 16, 1, 1, 2), (64, 16, 1, 1, 1)),
+        128: ((64, 16, 1, 2, 1), (32, 16, 1, 1, 1)),
         192: ((32, 16, 2, 1, 1), (16, 16, 2, 1, 1)),
         256: ((16, 16, 2, 1, 1), (16, 8, 2, 1, 1)),
     },
@@ -128,7 +136,8 @@ def _variant(problem: Problem, table: dict, kernel: tuple, access: int, shared_l
 
     def make(tiling):
         widths = _widths(problem, tiling[parts_at])
-        return spec(*widths, ITEM[problem.dtype], *tiling, products, access)
+        steps = STEPS[problem.dtype] if all(n % 16 == 0 for n in tiling[:2]) else 1
+        return spec(*widths, ITEM[problem.dtype], *tiling, steps, products, access)
 
     width = max(problem.head_dim, problem.head_dim_v)
     return Variant(header, template, problem.dtype, fitting(table[problem.dtype], {}, make, width, shared_limit))

@@ -59,7 +59,7 @@ class Device:
             text = getattr(self, name)
             if not isinstance(text, str):
                 raise TypeError(f"{name} is {checks.shown(text)} ({checks.type_name(text)}); allowed: a string")
-        fields = {name: checks.positive(name, getattr(self, name)) for name in ("matmul", "memory", "exp")}
+        fields = {name: checks.figure(name, getattr(self, name)) for name in ("matmul", "memory", "exp")}
         fields["capability"] = checks.integer("capability", self.capability, 0)
         for name, number in fields.items():  # plain numbers, which JSON takes
             object.__setattr__(self, name, number)
@@ -223,8 +223,10 @@ def roofline(q, k=None, v=None, /, *, causal=False, window=None, device=None, me
     """
     checks.flag("measure", measure)
     problem = _problem(q, k, v, causal, window)
-    if problem.empty:
-        raise ValueError(f"{problem} has nothing to compute; allowed: no dimension of length 0")
+    if problem.empty or not counts.scores(problem):
+        raise ValueError(
+            f"{problem} has nothing to compute; allowed: no dimension of length 0, a query that sees a key"
+        )
     if measure:
         if device is not None:
             raise ValueError(f"device is {checks.shown(device)} and measure is True; allowed: one of them")

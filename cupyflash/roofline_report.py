@@ -101,7 +101,7 @@ def plot(found: Roofline, path) -> None:
         if one.measured:
             rate = one.useful_flops / one.measured / 1e12
             axis.plot(one.intensity, rate, f"C{i}{marker}", label=f"{one.name}, measured")
-    axis.set(xscale="log", yscale="log", xlabel="useful operations for each byte of DRAM, at least", ylabel="TFLOP/s")
+    axis.set(xscale="log", yscale="log", xlabel="useful operations for each byte of DRAM, at most", ylabel="TFLOP/s")
     problem = found.problem
     size = f"{problem.seqlen_q} x {problem.seqlen_k}, head_dim {problem.head_dim}"
     axis.set_title(f"{device.name}, {device.source}; {problem.dtype}, {size}", fontsize=9)
@@ -109,6 +109,19 @@ def plot(found: Roofline, path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
+
+
+def as_json(value, indent=None) -> str:
+    """``value`` as JSON, with null where that has no number: for NaN and infinities."""
+
+    def finite(value):
+        if isinstance(value, dict):
+            return {name: finite(entry) for name, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [finite(entry) for entry in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
 def file(text: str) -> Path:
@@ -179,7 +192,7 @@ def command(options) -> int:
     except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
         print(f"roofline: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(found.as_dict(), indent=2) if options.json else found)
+    print(as_json(found.as_dict(), indent=2) if options.json else found)
     if options.plot:
         try:
             found.plot(options.plot)

@@ -97,6 +97,8 @@ class HopperForwardSpec(Spec):
     blocks: bool = False
     bounded: bool = False  # by softcap, so that no maximum is needed
     varlen: bool = False
+    steady: bool = False  # behind a row's first full tile its sum takes the maximum's place; a flag says if that failed
+    only_if: bool = False  # nothing is computed where the flag is not set
 
     blocks_per_sm = 1
 
@@ -267,6 +269,7 @@ class PreciseForwardSpec(Spec):
     row_tiles: int
     parts: int
     blocks_per_sm: int
+    steps: int
     products: int
     access: int
 
@@ -291,6 +294,7 @@ class PreciseKeysSpec(Spec):
     parts: int
     stages: int
     blocks_per_sm: int
+    steps: int
     products: int
     access: int
 
@@ -316,6 +320,7 @@ class PreciseQueriesSpec(Spec):
     parts: int
     stages: int
     blocks_per_sm: int
+    steps: int
     products: int
     access: int
 

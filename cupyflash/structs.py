@@ -9,6 +9,7 @@ import math
 import numpy as np
 
 from . import tensor_map
+from .dropout import ROUNDS, WORD, round_keys
 from .mods import Mods
 from .problem import Problem
 
@@ -34,7 +35,7 @@ BIAS_GRADIENT = np.dtype(
 )
 BLOCKS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "words"))], align=True)
 MASK_WORDS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "rows", "cols"))], align=True)
-DROPOUT = np.dtype([("seed", "u8"), ("threshold", "u4"), ("scale", "f4"), ("bits", "u4", 32)], align=True)
+DROPOUT = np.dtype([("keys", "u8", ROUNDS), ("threshold", "u4"), ("scale", "f4"), ("bits", "u4", 32)], align=True)
 TILE_KINDS = ("queries", "keys", "blocks", "statistics")  # TileKind
 TILE_LIST = np.dtype([(n, "i4") for n in ("at", "rows", "paired", "bound")])
 TILE_LISTS = np.dtype((TILE_LIST, len(TILE_KINDS)))
@@ -107,7 +108,7 @@ HOPPER_FORWARD_PARAMS = _with_maps(
     *((n, MAP) for n in ("q", "k", "v", "out_map")),
     *(("out", ARRAY), ("lse", ROW_ARRAY), ("sizes", SIZES), ("order", ORDER), ("queries", "i4")),
     *(("score", SCORE), ("sink", SINK), ("dropout", DROPOUT), ("blocks", BLOCKS)),
-    *(("bias", LOGIT_MAP), ("segments", SEGMENTS), ("taken", "u8"), ("mask", MASK_WORDS)),
+    *(("bias", LOGIT_MAP), ("segments", SEGMENTS), ("taken", "u8"), ("only_if", "u8"), ("mask", MASK_WORDS)),
 )
 # The struct of the kernels around the backward, which take as much of it as they know, then maps and orders.
 HOPPER_BACKWARD_PARAMS = _with_maps(
@@ -139,7 +140,7 @@ MASK_WORDS_PARAMS = np.dtype(
     [("mask", LOGIT_ARRAY), ("words", MASK_WORDS), ("blocks", BLOCKS), *((n, "i4") for n in _COUNTS.split())],
     align=True,
 )
-# And the seed, in the place of one; "mods": as many as there are values that functions of the user captured.
+# "dropout": its keys; "mods": as many as there are values that functions of the user captured.
 FORWARD_POINTERS = ("q", "k", "v", "out", "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
 BACKWARD_POINTERS = (*(n for n in BACKWARD_PARAMS.names if n not in ("sizes", "segments")), "mods")
 MAPS = ("q_map", "k_map", "v_map", "dout_map")
@@ -235,10 +236,15 @@ def _series(scale: float, softcap: float) -> tuple[float, tuple[float, ...]]:
 
 
 def fill_dropout(params: np.ndarray, problem: Problem) -> None:
-    """Write the field ``dropout``, but for the seed."""
-    threshold = params["dropout"]["threshold"] = int(problem.dropout * 2**32)
+    """Write the field ``dropout``, but for the keys."""
+    threshold = params["dropout"]["threshold"] = int(problem.dropout * WORD)
     params["dropout"]["bits"] = [2**32 - 1 if threshold >> 31 - n & 1 else 0 for n in range(32)]
     params["dropout"]["scale"] = 1 / (1 - problem.dropout)
+
+
+def dropout_words(problem: Problem, seed: int) -> list[int]:
+    """The keys of ``dropout``, which depend on the seed, as 64-bit words; none where nothing is dropped."""
+    return [left | right << 32 for left, right in round_keys(seed)] if int(problem.dropout * WORD) else []
 
 
 def sizes(problem: Problem, section: int) -> tuple:

@@ -104,14 +104,20 @@ def test_traffic_without_ncu(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "x.json").exists()
 
 
-@pytest.mark.parametrize("cupy", [None, SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))])
-def test_traffic_without_a_gpu(monkeypatch, capsys, tmp_path, cupy):
+NO_GPU = SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))
+
+
+@pytest.mark.parametrize(
+    "cupy, words",
+    [(None, 'CuPy is missing; pip install "cupyflash[cuda13]". '), (NO_GPU, "CuPy finds no CUDA GPU. ")],
+)
+def test_traffic_without_a_gpu(monkeypatch, capsys, tmp_path, cupy, words):
     import traffic
 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     ncu = fake_ncu(tmp_path, f"touch {tmp_path}/started")
     assert traffic.main(["--ncu", ncu, "--output", str(tmp_path / "x.json")]) == 2
-    assert "traffic.py: there is no GPU, or no CuPy to find it. The formulas" in capsys.readouterr().err
+    assert f"traffic.py: {words}The formulas alone: python -m cupyflash roofline" in capsys.readouterr().err
     assert not (tmp_path / "started").exists()
 
 
@@ -131,7 +137,7 @@ def fake_ncu(tmp_path, body):
 def test_traffic_end_to_end(monkeypatch, tmp_path, capsys):
     import traffic
 
-    monkeypatch.setattr(traffic, "has_gpu", lambda: True)
+    monkeypatch.setattr(traffic, "missing", lambda: "")
     (tmp_path / "counters").write_text(ncu_prints(kernels_of(2)))
     log = json.dumps({"gpu": "some GPU", "sizes": [[64, 1024], [64, 512]]})
     body = f"""cp {tmp_path}/counters "$2"; while [ "$1" != --run ]; do shift; done; echo '{log}' > "$2" """
@@ -160,7 +166,7 @@ def test_traffic_end_to_end(monkeypatch, tmp_path, capsys):
 def test_traffic_when_ncu_fails(monkeypatch, tmp_path, capsys, body, words):
     import traffic
 
-    monkeypatch.setattr(traffic, "has_gpu", lambda: True)
+    monkeypatch.setattr(traffic, "missing", lambda: "")
     assert traffic.main(["--ncu", fake_ncu(tmp_path, body), "--output", str(tmp_path / "x.json")]) == 2
     assert words in capsys.readouterr().err
 
@@ -203,14 +209,31 @@ def test_table(tmp_path):
     pictures.save(pictures.time_and_memory(result), tmp_path / "out.png")
 
 
-def test_table_without_gpu(capsys):
+@pytest.mark.parametrize("script", ["table", "side_by_side", "options", "varlen"])
+def test_without_gpu(monkeypatch, capsys, tmp_path, script):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    import table
+    script, output = importlib.import_module(script), tmp_path / "x.json"
+    monkeypatch.setattr(sys, "argv", ["benchmarks/script.py", "--output", str(output)])
+    assert code_of(script.main, ["--output", str(output)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == (
+        "script.py: PyTorch finds no CUDA GPU. By formula: python -m cupyflash roofline. "
+        "Committed results: python benchmarks/pictures.py\n"
+    )
+    assert not printed.out and not output.exists()
 
-    assert table.main([]) == 2
-    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+def test_no_cupy_for_a_gpu(monkeypatch, capsys):
+    import output
+
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "some GPU")
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    assert output.gpu_of(SimpleNamespace(cuda=cuda)) == "some GPU"
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert code_of(output.gpu_of, SimpleNamespace(cuda=cuda)) == 2
+    assert 'CuPy is missing; pip install "cupyflash[cuda13]"' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name, code", [("standard-torch", 0), ("fa2", 0), ("cupyflash", 1), ("cupyflash-sm80", 1)])
@@ -219,8 +242,7 @@ def test_table_fails_where_cupyflash_does(monkeypatch, capsys, tmp_path, name, c
     import table
 
     cell = result_of_table()["cells"]["gpt2 causal S128"] | {"failed": {f"{name}.bwd": "ValueError: no"}}
-    monkeypatch.setattr(table.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(table.torch.cuda, "get_device_name", lambda: "some GPU")
+    monkeypatch.setattr(table.output, "gpu_of", lambda _: "some GPU")
     monkeypatch.setattr(table, "measure_cell", lambda *_: cell)
     assert table.main(["--shapes", "gpt2", "--seqlens", "128", "--output", str(tmp_path / "x.json")]) == code
     assert (f"gpt2 causal S128: {name}.bwd: ValueError: no\n" in capsys.readouterr().err) == bool(code)
@@ -445,14 +467,21 @@ def test_what_asv_compared(monkeypatch, capsys, names, code, words):
 
     head, lines = ASV_TABLE.splitlines()[:4], ASV_TABLE.splitlines()[4:]
     table = "\n".join([*head, *(line for line in lines if any(f"bench.{name}" in line for name in names))])
-    monkeypatch.setattr(compare, "output_of", lambda *command: command[-1].removesuffix("^{commit}"))
+    monkeypatch.setattr(compare, "git", lambda *command: command[-1].removesuffix("^{commit}"))
     monkeypatch.setattr(compare, "compare", lambda *_: table if names else "")
-    assert compare.main(["HEAD", "HEAD~1"]) == code
+    assert code_of(compare.main, ["HEAD", "HEAD~1"]) == code
     printed = capsys.readouterr()
     assert words in printed.out + printed.err
     shown = [name for name in ("slower", "broken", "faster") if f"bench.{name}" in printed.out]
     assert shown == [name for name in names if name in ("slower", "broken", "faster")]
     assert not any(f"bench.{name}" in printed.out for name in ("skipped", "never", "nothing", "same"))
+    assert code_of(compare.main, ["HEAD", "HEAD~1", "--json"]) == code
+    if code != 2:
+        result = json.loads(capsys.readouterr().out)
+        assert result["worse"] == sum(name in ("slower", "broken") for name in names)
+        ran = [name for name in names if name != "skipped" and name != "never"]
+        assert sorted(row["benchmark"].split("(")[0] for row in result["rows"]) == sorted(f"bench.{x}" for x in ran)
+        assert result["factor"] == 1.03 and all(list(row) == list(compare.COLUMNS) for row in result["rows"])
 
 
 def test_compare_names_a_commit_that_does_not_exist(capsys):
@@ -461,7 +490,7 @@ def test_compare_names_a_commit_that_does_not_exist(capsys):
         pytest.skip("no repository")
     import compare
 
-    assert compare.main(["no-such-commit"]) == 2
+    assert code_of(compare.main, ["no-such-commit"]) == 2
     assert "no-such-commit" in capsys.readouterr().err
 
 
@@ -550,6 +579,8 @@ def test_retrieval_is_learnt(tmp_path, capsys):
     result = json.loads(output.read_text())
     assert result["accuracy"] > 0.99 and result["steps"][-1]["items"] == 64
     assert result["steps"][0]["accuracy"] < 0.1
+    assert retrieval.main([*small, "--seconds", "1e-9", "--output", str(output)]) == 1
+    assert capsys.readouterr().out.endswith(" s, where --seconds 1e-09 ended the training\n")
 
 
 def test_retrieval_without_gpu(tmp_path, capsys):
@@ -558,9 +589,9 @@ def test_retrieval_without_gpu(tmp_path, capsys):
         pytest.skip("there is a GPU")
     import retrieval
 
-    assert retrieval.main(["--output", str(tmp_path / "x.json")]) == 2
+    assert code_of(retrieval.main, ["--output", str(tmp_path / "x.json")]) == 2
     printed = capsys.readouterr()
-    assert "needs a CUDA GPU for more than 4096 items; PyTorch finds none. On NumPy: --items 256" in printed.err
+    assert "PyTorch finds no CUDA GPU. On NumPy, up to 4096 items: --items 256 --tokens 4096 --output " in printed.err
     assert not printed.out and not list(tmp_path.iterdir())
 
 
@@ -657,8 +688,8 @@ def test_training_that_ends_in_a_later_round(training, tmp_path, monkeypatch):
 
 def test_training_refuses(training, capsys):
     if not training.torch.cuda.is_available():
-        assert training.main([]) == 2
-        assert "needs a CUDA GPU" in capsys.readouterr().err
+        assert code_of(training.main, []) == 2
+        assert "PyTorch finds no CUDA GPU. On NumPy: --cpu --layers 2" in capsys.readouterr().err
     for arguments, words in (
         (["--seqlens", "1000"], "--seqlens has 1000; allowed: divisors of --tokens, 16384"),
         (["--heads", "7"], "--width is 768; allowed: multiples of --heads, 7"),
@@ -698,6 +729,65 @@ def test_command_without_its_output(monkeypatch, words):
 
     monkeypatch.setattr(sys, "argv", ["benchmarks/table.py", *words, "--rounds", "4"])
     assert output.command() == "python benchmarks/table.py --rounds 4"
+
+
+def test_commit_of_a_result(monkeypatch, tmp_path):
+    """With a "+" where code was changed, wherever results lie; and in a copy without git."""
+    import output
+
+    monkeypatch.setattr(output, "ROOT", tmp_path)
+    monkeypatch.delenv("CUPYFLASH_COMMIT", raising=False)
+    assert output.commit() is None
+    monkeypatch.setenv("CUPYFLASH_COMMIT", "of a copy")
+    assert output.commit() == "of a copy"
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "cupyflash").mkdir()
+    for name in ("benchmarks/table.json", "benchmarks/table.py", "cupyflash/cpu.py"):
+        (tmp_path / name).write_text("1")
+    try:
+        output.git("init", "--quiet")
+    except OSError:
+        pytest.skip("no git")
+    assert output.commit() == "of a copy"  # there is no commit yet
+    author = ("-c", "user.name=x", "-c", "user.email=x@y.z")
+    output.git("add", ".")
+    output.git(*author, "commit", "--quiet", "-m", "x")
+    name = output.git("rev-parse", "HEAD")[:8]
+    (tmp_path / "benchmarks/table.json").write_text("2")
+    assert output.commit() == name == output.about("some GPU")["commit"]
+    (tmp_path / "cupyflash/new.py").write_text("2")
+    assert output.commit() == name + "+"
+    (tmp_path / "cupyflash/new.py").unlink()
+    (tmp_path / "benchmarks/table.py").write_text("2")
+    assert output.commit() == name + "+"
+
+
+def test_results_are_json_whatever_they_hold(tmp_path, capsys):
+    import output
+
+    options = SimpleNamespace(output=tmp_path / "x.json", json=True, plot=None)
+    result = {"loss": [np.inf, 1.0], "accuracy": np.float64("nan")}
+    output.write(options, result)
+    output.show(options, result, "text", "picture")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    for text in (options.output.read_text(), capsys.readouterr().out):
+        assert json.loads(text, parse_constant=refuse) == {"loss": [None, 1.0], "accuracy": None}
+
+
+MEASURING = ["table", "training", "retrieval", "side_by_side", "options", "varlen", "precise", "traffic"]
+
+
+@pytest.mark.parametrize("script", MEASURING)
+def test_every_script_has_the_same_options_for_its_result(script, capsys):
+    pytest.importorskip("torch")
+    pytest.importorskip("cupy")
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(script).main(["--help"])
+    text = capsys.readouterr().out
+    assert "--json " in text and "--output FILE" in text and f"default: {script}.json beside the script" in text
 
 
 @pytest.mark.parametrize("script", ["table", "training", "retrieval", "side_by_side", "options", "varlen"])
@@ -777,6 +867,19 @@ def test_report_writes_and_draws(monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out.strip() in text
 
 
+@pytest.mark.parametrize("text", ["", "{0} old", "{1} and {0}", None])
+def test_report_without_its_marks(monkeypatch, capsys, tmp_path, text):
+    import report
+
+    readme, source = tmp_path / "README.md", FOLDER / "side_by_side.json"
+    if text is not None:
+        readme.write_text(text.format(*report.MARKS))
+    monkeypatch.setattr(report, "HERE", tmp_path / "benchmarks")
+    assert code_of(report.main, ["--input", str(source), "--write"]) == 2
+    assert f"--write: {readme}: " in capsys.readouterr().err
+    assert text is None or readme.read_text() == text.format(*report.MARKS)
+
+
 def test_report_without_matplotlib(monkeypatch, capsys, tmp_path):
     import report
 
@@ -789,8 +892,7 @@ def test_report_without_matplotlib(monkeypatch, capsys, tmp_path):
 
 
 def test_lengths_that_divide_the_tokens(side_by_side, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["side_by_side", "--seqlens", "3000"])
-    assert code_of(side_by_side.main) == 2
+    assert code_of(side_by_side.main, ["--seqlens", "3000"]) == 2
     assert "--seqlens has 3000; allowed: divisors of 16384" in capsys.readouterr().err
 
 
@@ -832,16 +934,14 @@ def test_a_result_that_goes_on(side_by_side):
 def run_side_by_side(side_by_side, monkeypatch, tmp_path):
     """Run it without a GPU, with cells that have ``failed``; the exit code and the file."""
     output = tmp_path / "out.json"
-    cuda = side_by_side.torch.cuda
-    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(side_by_side.output, "commit", lambda: "12345678+")
     monkeypatch.setattr(side_by_side, "ceilings", lambda: {"bf16 matmul TFLOP/s": 700})
 
     def run(*words, gpu="some GPU", **failed):
         cell = {"tflops": {"fa2.fwd": 1.0}, "failed": failed, "ratio_to_best_peer": {}}
-        monkeypatch.setattr(cuda, "get_device_name", lambda: gpu)
+        monkeypatch.setattr(side_by_side.output, "gpu_of", lambda _: gpu)
         monkeypatch.setattr(side_by_side, "measure_cell", lambda *_: cell)
-        monkeypatch.setattr(sys, "argv", ["side_by_side.py", "--quick", "--output", str(output), *words])
-        return code_of(side_by_side.main), output
+        return code_of(side_by_side.main, ["--quick", "--output", str(output), *words]), output
 
     return run
 
@@ -865,6 +965,34 @@ def test_side_by_side_keeps_what_is_of_the_same_machine(run_side_by_side, capsys
         output.write_text(text)
         assert run_side_by_side("--keep")[0] == 2 and output.read_text() == text
         assert f"side_by_side.py: --keep of {output}: " in capsys.readouterr().err
+
+
+def test_side_by_side_in_json(run_side_by_side, capsys):
+    code, output = run_side_by_side("--json")
+    printed = capsys.readouterr()
+    assert code == 0 and json.loads(printed.out) == json.loads(output.read_text())
+    assert "[12/12, " in printed.err
+    assert run_side_by_side()[0] == 0
+    assert "not installed: none\n" in capsys.readouterr().out
+
+
+def test_cells_name_the_commit_that_they_were_measured_at(run_side_by_side, side_by_side, monkeypatch):
+    import report
+
+    others = dict.fromkeys(("cudnn", "fa3", "fa4", "cupyflash"), "refused")
+    _, output = run_side_by_side(**others)
+    first = json.loads(output.read_text())
+    assert first["commit"] == "12345678+" and first["commands"] and "command" not in first
+    del first["cells"]["d64 full S1024"], first["cells"]["d64 full S8192"]["commit"]  # as older files are
+    output.write_text(json.dumps(first))
+    monkeypatch.setattr(side_by_side.output, "commit", lambda: "abcdefab")
+    run_side_by_side("--keep", **others)
+    result = json.loads(output.read_text())
+    commits = {key: cell.get("commit") for key, cell in result["cells"].items()}
+    assert len(commits) == 12 and result["commit"] == "abcdefab"
+    assert (commits.pop("d64 full S1024"), commits.pop("d64 full S8192")) == ("abcdefab", None)
+    assert set(commits.values()) == {"12345678+"}
+    assert " with cupyflash at 12345678+, abcdefab, " in report.caption(result)
 
 
 # --- options.py
@@ -900,8 +1028,7 @@ def options(side_by_side, monkeypatch):
     monkeypatch.setattr(options, "torch_pair", forward_alone)
     monkeypatch.setattr(options, "check", lambda got, expected: check(got[:1], expected))
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
+    monkeypatch.setattr(options.output, "gpu_of", lambda _: "some GPU")
     times = {"cupyflash": 0.002, "without": 0.001, "flex": 0.006}
 
     def seconds(calls, *timing):
@@ -933,7 +1060,7 @@ def test_options_compute_what_flex_attention_does(options, monkeypatch, tmp_path
     assert rows["bias S"]["speed fwd"] is None and "softcap" in rows["bias S"]["failed"]["cupyflash"]
     assert "| bias S | – | – | – | – | cupyflash: ValueError: softcap is 0" in capsys.readouterr().err
 
-    monkeypatch.setattr(options.torch.cuda, "get_device_name", lambda: "another GPU")
+    monkeypatch.setattr(options.output, "gpu_of", lambda _: "another GPU")
     assert code_of(options.main, [*words, "--only", "alibi"]) == 2
     assert "has gpu some GPU, this run another GPU; allowed: the same" in capsys.readouterr().err
 
@@ -1100,11 +1227,46 @@ def test_standard_attention_is_right(monkeypatch):
         found[name] |= {
             pass_: {"seconds": 1.0 + (name == "standard"), "tflops": 3.0} for pass_ in ("forward", "backward")
         }
-    lines = list(script.row("float64", 64, 1024, found))
+    size = {"dtype": "float64", "head_dim": 64, "seqlen": 1024, "found": found, "failed": {}}
+    lines = list(script.lines(size))
     assert [line.split()[:7] for line in lines] == [
         ["float64", "64", "1024", "cupyflash", "3.0", "3.0", "1.00"],
         ["float64", "64", "1024", "standard", "3.0", "3.0", "2.00"],
     ]
+
+
+def test_precise_that_fails(monkeypatch, capsys, tmp_path):
+    """What failed is named, has no figures, and takes none from the others; the exit code is of cupyflash alone."""
+    pytest.importorskip("cupy")
+    import precise
+
+    def fails(arrays, results, **options):
+        raise ValueError("no")
+
+    def works(arrays, results, **options):
+        return (lambda: None), (lambda: None)
+
+    runtime = SimpleNamespace(getDevice=lambda: 0, getDeviceProperties=lambda _: {"name": b"some GPU"})
+    cuda = SimpleNamespace(is_available=lambda: True, runtime=runtime)
+    monkeypatch.setattr(precise, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(precise, "errors", lambda *_: (1e-7, 2e-7))
+    monkeypatch.setattr(precise.timing, "normal", lambda *_: None)
+    monkeypatch.setattr(precise.timing, "median_seconds", lambda calls, _: dict.fromkeys(calls, 1e-3))
+    output = tmp_path / "x.json"
+    words = ["--dtypes", "float64", "--head-dims", "96", "--seqlens", "1024", "2048", "--output", str(output)]
+    for ours, theirs, code in ((works, fails, 0), (fails, works, 1)):
+        monkeypatch.setitem(precise.CALLS, "float64", {"cupyflash": ours, "standard": theirs})
+        assert precise.main(words) == code
+        printed = capsys.readouterr()
+        assert printed.err.count("ValueError: no") == 2 and "[2/2, " in printed.err
+        head, *rows = printed.out.splitlines()
+        failed = "standard" if ours is works else "cupyflash"
+        assert len(rows) == 4 and rows[1] == f"float64    96   1024 {failed:16} failed: ValueError: no"
+        assert precise.main([*words, "--json"]) == code
+        result = json.loads(capsys.readouterr().out)
+        assert result == json.loads(output.read_text()) and result["gpu"] == "some GPU" and "commit" in result
+    figure = result["sizes"][0]["found"]["standard"]["forward"]["tflops"]
+    assert figure == pytest.approx(4 * 16384 * 1024 * 21 * 96 / 1e-3 / 1e12)  # 21 heads of 96 are fewer than 2048
 
 
 # --- varlen.py
@@ -1130,8 +1292,7 @@ def varlen(side_by_side, monkeypatch):
     for name in ("randn", "tensor"):
         make = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, device, make=make, **options: make(*args, **options))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(varlen.output, "gpu_of", lambda _: "none")
     monkeypatch.setattr(varlen, "to_cupy", lambda x: x.view(torch.int16).numpy().view(ml_dtypes.bfloat16))
     monkeypatch.setattr(varlen, "to_torch", lambda x, dtype: torch.from_numpy(x.view(np.int16)).view(dtype))
     monkeypatch.setattr(varlen, "WIDTH", 32)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from cupyflash import choose, compiler, precise
+from cupyflash.mods import Mods
 from cupyflash.problem import Problem
 from cupyflash.spec import BIAS_TYPES, Variant
 
@@ -486,6 +487,60 @@ def test_what_softcap_bounds(softcap, bounded):
         assert choose.hopper_forward(replace(problem_, **other), 16, False).spec.bounded == bounded
     for other in ({"alibi": True}, {"bias": "bfloat16"}, {"mask": True}, {"blocks": True}, {"dtype": "float16"}):
         assert not choose.hopper_forward(replace(problem_, **other), 16, False).spec.bounded
+
+
+STEADY = replace(problem(64), batch=4, seqlen_q=4096, seqlen_k=4096, heads_q=8, heads_k=8)  # 2^29 scores
+
+
+@pytest.mark.parametrize(
+    "expected, change",
+    [
+        (True, {}),
+        (True, {"head_dim": 40, "head_dim_v": 8}),
+        (True, {"sink": True}),
+        (True, {"heads_k": 1}),
+        (True, {"right": 0}),
+        (True, {"batch": 2}),  # 2^28 scores
+        (False, {"batch": 1}),
+        (False, {"batch": 2, "right": 0}),
+        (True, {"seqlen_k": 2048, "batch": 4}),
+        (False, {"seqlen_k": 2047, "batch": 100}),
+        (True, {"left": 2047, "right": 0, "batch": 100}),
+        (False, {"left": 2046, "right": 0, "batch": 100}),
+        (True, {"left": None, "right": 5, "batch": 100}),
+        (True, {"head_dim": 128, "head_dim_v": 128}),
+        (False, {"head_dim": 129}),
+        (False, {"head_dim_v": 129}),
+        (True, {"dtype": "float16"}),
+        (True, {"scale": 0.01}),
+        (False, {"scale": 0.0}),
+        (False, {"scale": 1e-35}),
+        (False, {"softcap": 50.0}),
+        (False, {"softcap": 5.0}),
+        (False, {"alibi": True}),
+        (False, {"dropout": 0.5}),
+        (False, {"bias": "bfloat16"}),
+        (False, {"mask": True}),
+        (False, {"blocks": True}),
+        (False, {"varlen": "lower_right"}),
+        (False, {"mods": Mods()}),
+    ],
+)
+def test_when_the_maximum_stays(expected, change):
+    assert choose.steady(replace(STEADY, **change)) is expected
+
+
+def test_the_kernel_behind_one_whose_maximum_stays():
+    """Tiled alike: both take the same struct."""
+    main = choose.hopper_forward(STEADY, 16, False)
+    first, behind = choose.steadily(main)
+    assert (first.spec.steady, first.spec.only_if) == (True, False)
+    assert (behind.spec.steady, behind.spec.only_if) == (False, True)
+    assert not (main.spec.steady or main.spec.only_if)
+    for one in (first, behind):
+        assert replace(one, spec=main.spec) == main
+        assert replace(one.spec, steady=False, only_if=False) == main.spec
+    assert {"steady=true", "only_if=true"} <= set(re.findall(r"\.(\w+=true)", first.spec.cpp() + behind.spec.cpp()))
 
 
 def test_shared_bytes_of_dropout():

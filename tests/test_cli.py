@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash.__main__ import finite, main
+from cupyflash.__main__ import main
 from cupyflash.demo import encoder, inputs, job, machine, tokenizer
+from cupyflash.roofline_report import as_json
 
 needs_model = pytest.mark.skipif(inputs.find_model() is None, reason=f"needs the package {inputs.PACKAGE}")
 
@@ -175,10 +176,9 @@ def test_wrong_arguments(arguments, capsys):
 
 
 def test_json_has_no_nan():
-    assert finite({"a": [1.5, math.nan], "b": {"c": math.inf, "d": "x"}}) == {
-        "a": [1.5, None],
-        "b": {"c": None, "d": "x"},
-    }
+    value = {"a": [1.5, math.nan], "b": {"c": math.inf, "d": "x"}, "e": (-math.inf, 2)}
+    expected = {"a": [1.5, None], "b": {"c": None, "d": "x"}, "e": [None, 2]}
+    assert json.loads(as_json(value)) == expected
 
 
 # --- compile

@@ -475,9 +475,9 @@ def products(variant):
 
 
 def precise_products(variant, capability):
-    """Instructions of one warp for 16 x 8 x 8 products: of the loop along a row, two of its steps are in the text."""
+    """Instructions of one warp: of a rolled loop along a row, two of its steps are in the text."""
     s = variant.spec
-    unit = 8 * (2 if s.item == 4 else 1)  # columns of a step
+    unit = 8 * s.steps  # columns of a step
     if variant.template == "precise_forward":
         along, depth, columns, scores = s.head_dim, s.block_k, s.head_dim_v, s.row_tiles
     elif variant.template == "precise_queries":
@@ -485,10 +485,14 @@ def precise_products(variant, capability):
     else:
         along, depth, columns, scores = s.head_dim, s.block_q, s.head_dim + s.head_dim_v, 1
     assert along // unit > 2
-    count = scores * depth // 8 * (2 * unit // 8 + columns // s.parts // 8)
+    if s.item == 4 or variant.template == "precise_keys":
+        along = 2 * unit
+    count = scores * depth // 8 * (along + columns // s.parts) // 8  # products of 16 x 8 x 8
     if variant.template != "precise_forward":
-        count += depth // 8 * 2 * unit // 8  # dP
-    return count * (4 if s.item == 8 and capability < 90 else s.products)
+        count += depth // 8 * along // 8  # dP
+    if s.item == 4:
+        return count * s.products
+    return count * 4 if capability < 90 else count // s.steps
 
 
 def group_products(variant):
@@ -499,8 +503,8 @@ def group_products(variant):
     s = variant.spec
     if variant.template == "hopper_precise_forward":  # three products of halves each
         return 3 * (s.head_dim // 16), 3 * (s.block_k // 16)
-    if variant.template == "hopper_forward":
-        return 2 * (s.head_dim // 16), 2 * (s.block_k // 16)
+    if variant.template == "hopper_forward":  # tiles under a maximum that stays have a loop of their own
+        return (2 + s.steady) * (s.head_dim // 16), (2 + s.steady) * (s.block_k // 16)
     if variant.template == "hopper_backward":  # S and dP twice, and dq
         width, keys = 2 * s.head_dim + 2 * s.head_dim_v, s.block_k
         return (width + 2 * keys) // 16, 2 * (s.block_q // 16)
@@ -531,6 +535,7 @@ def some_variants(capability):
         hopper_forward(40, 96, dtype=other, access=2),
         hopper_forward(192, 128, dtype=other),
         hopper_forward(256, dtype=dtype, float32_out=True),
+        *choose.steadily(hopper_forward(64, dtype=dtype)),
         hopper_backward(64, dtype=dtype),
         hopper_backward(128, dtype=dtype),
         hopper_backward(128, 80, dtype=other, access=2),
@@ -716,6 +721,23 @@ def test_a_changed_score_fits_on_hopper(change):
 
 
 SOME_DIMS = (64, 128, 256)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "head_dim, head_dim_v", [(64, 64), (8, 64), (64, 8), (96, 72), (128, 128), (192, 128), (256, 256)]
+)
+def test_kernels_whose_maximum_stays_fit(head_dim, head_dim_v):
+    """In every way to write out."""
+    plain = Problem("bfloat16", 1, 4096, 4096, 3, 3, head_dim, head_dim_v, 1.0)
+    problems = (
+        plain,
+        dataclasses.replace(plain, right=0, seqlen_k=1024),
+        dataclasses.replace(plain, seqlen_q=1, heads_k=1),
+    )
+    ways = (16, False), (4, False), (2, False), (16, True)
+    mains = [choose.hopper_forward(problem, *way) for problem in problems for way in ways]
+    assert_fits([choose.steadily(main)[0] for main in mains], "sm_90")
 
 
 @needs_nvrtc

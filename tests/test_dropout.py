@@ -15,7 +15,7 @@ from tools import check, inputs
 
 import cupyflash
 from cupyflash import checks, choose, compiler, reference
-from cupyflash.dropout import kept, philox
+from cupyflash.dropout import kept, philox, round_keys
 from cupyflash.problem import Problem
 
 option_backend, option_backend16 = tools.option_backend, tools.option_backend16
@@ -61,13 +61,19 @@ def test_known_answers(counter, key, rounds, expected):
     assert [int(word[0]) for word in words] == [int(word, 16) for word in expected.split()]
 
 
+def keys():
+    """The keys of the kernels, as C++."""
+    pairs = ", ".join(f"{{{left}u, {right}u}}" for left, right in round_keys(KEY[0] | KEY[1] << 32))
+    return f"constexpr uint2 keys[] = {{{pairs}}};"
+
+
 @needs_nvrtc
 def test_known_answers_of_the_kernels():
     """The compiler computes Philox of any/dropout.cuh for counters of all sizes; NumPy gives the same."""
-    lines = []
+    lines = [keys()]
     for counter in ((0, 0, 0, 0), (1, 2, 3, 4), (2**29 - 1, 2**29 - 1, 2**32 - 1, 2**32 - 1), (9, 0, 70000, 2**31)):
         expected = philox([np.array([n], np.uint64) for n in counter], KEY)
-        made = f"cupyflash::Philox({', '.join(f'{n}u' for n in (*counter, *KEY))})"
+        made = f"cupyflash::Philox({', '.join(f'{n}u' for n in counter)}, keys)"
         lines += [f"static_assert({made}.x[{i}] == {int(word[0])}u);" for i, word in enumerate(expected)]
     tools.nvrtc_compile(compiler.source("any/dropout.cuh") + "\n".join(lines), (), "sm_90")
 
@@ -130,9 +136,10 @@ def test_words_of_the_kernels(threshold):
     code = f"""
     __device__ constexpr unsigned word(unsigned block, unsigned stream) {{
       constexpr unsigned bits[] = {{{bits}}};
+      {keys()}
       cupyflash::Comparison comparison;
       for (int n = 0; n < 8; ++n)
-        comparison.go_on(cupyflash::Philox(block + n, stream, {head}, {batch}, {KEY[0]}u, {KEY[1]}u).x, bits + 4 * n);
+        comparison.go_on(cupyflash::Philox(block + n, stream, {head}, {batch}, keys).x, bits + 4 * n);
       return ~comparison.less;
     }}
     """

@@ -639,3 +639,264 @@ def test_a_row_of_huge_bias_on_hopper(paths_of_a_call, value):
     assert paths == ["sm90"]
     mean = np.repeat(BFLOAT16.host(x.v).mean(axis=1), x.q.shape[2] // x.v.shape[2], axis=1)
     np.testing.assert_allclose(BFLOAT16.host(results["out"])[:, 5], mean, atol=8 * BFLOAT16.eps)
+
+
+# --- A maximum that stays
+
+
+@pytest.fixture
+def stays(monkeypatch):
+    """Makes a call whose maxima may stay, or not; returns its results and the flag, None where there is none."""
+    launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
+    monkeypatch.setenv("CUPYFLASH_PATH", "sm90")
+    monkeypatch.setattr(choose, "STEADY_KEYS", 1)
+    monkeypatch.setattr(choose, "STEADY_SCORES", 1)
+    words, keep_for_graph = [], launch.keep_for_graph
+
+    def keep(*temporaries):
+        words.extend(x for x in temporaries if x is not None and x.dtype == np.uint32)
+        keep_for_graph(*temporaries)
+
+    monkeypatch.setattr(launch, "keep_for_graph", keep)
+
+    def run(head_dim, *qkv, **options):
+        monkeypatch.setattr(choose, "STEADY", head_dim)
+        monkeypatch.setattr(launch, "_plans", {})
+        words.clear()
+        results = cupyflash.attention(*qkv, return_lse=True, **options)
+        assert all(plan.words.nbytes == structs.HOPPER_FORWARD_PARAMS.itemsize for plan in launch._plans.values())
+        return dict(zip(("out", "lse"), results)), words[0].item() if words else None
+
+    return run
+
+
+def both(stays, *qkv, **options):
+    """The results and the flag where maxima stay, and the results where they do not."""
+    results, flag = stays(256, *qkv, **options)
+    others, none = stays(0, *qkv, **options)
+    assert flag is not None and none is None
+    return results, flag, others
+
+
+STAYING = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
+    "64": (512, 1024, 4, 4, 64, 64),
+    "odd": (403, 1391, 4, 2, 64, 64),
+    "one tile": (70, 128, 2, 2, 64, 64),
+    "less than a tile": (70, 100, 2, 2, 64, 64),
+    "two tiles": (193, 256, 2, 2, 64, 64),
+    "one query": (1, 2049, 8, 1, 64, 64),
+    "packed, 3 heads": (7, 1300, 6, 2, 64, 64),
+    "packed, many tiles": (21, 650, 400, 200, 64, 64),
+    "40, 8": (300, 1300, 2, 1, 40, 8),
+    "8": (300, 1300, 2, 1, 8, 64),
+    "many tiles": (1400, 1450, 24, 24, 64, 64),
+    "128": (500, 1500, 6, 2, 128, 128),
+    "128, short": (500, 1000, 60, 60, 128, 128),  # in clusters
+    "96": (300, 1200, 2, 2, 96, 72),
+    "192": (300, 1200, 2, 2, 192, 128),
+    "256": (300, 900, 4, 2, 256, 256),
+}
+SIXTEEN = {"bfloat16": BFLOAT16, "float16": tools.Backend("cuda", "float16", "sm90")}
+STAYING_IN = [("bfloat16", shape) for shape in STAYING] + [("float16", shape) for shape in ("odd", "128", "256")]
+MASKS_OF_STAYING = MASKS | {"wide window": {"window": (700, 300)}, "far window": {"window": (900, None)}}
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("mask", MASKS_OF_STAYING)
+@pytest.mark.parametrize("dtype, shape", STAYING_IN)
+def test_a_maximum_that_stays(stays, dtype, shape, mask):
+    """Where no score exceeds it by 2^8 it would have stayed anyway: the same bits."""
+    backend = SIXTEEN[dtype]
+    seqlen_q, seqlen_k, *rest = STAYING[shape]
+    for factor in (0.5, 1.5):
+        x = tools.inputs(backend, seqlen_q, seqlen_k, *rest, factor=factor)
+        results, flag, others = both(stays, *x.qkv, **MASKS_OF_STAYING[mask])
+        assert flag == 0
+        right = tools.expectation(backend, *x.qkv, **MASKS_OF_STAYING[mask])
+        for name, result in results.items():
+            assert factor > 1 or tools.same_bits(result, others[name]), name
+            tools.assert_close(name, backend.host(result), *right[name])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("layout", tools.LAYOUTS)
+def test_layouts_where_a_maximum_stays(stays, layout):
+    x = tools.inputs(BFLOAT16, 300, 700, heads_q=4, heads_k=2)
+    right = tools.expectation(BFLOAT16, *x.qkv, causal=True)
+    guarded = tools.Guarded(BFLOAT16, x.q.shape, x.q.dtype, tools.LAYOUTS[layout])
+    qkv = [tools.laid_out(BFLOAT16, y, tools.LAYOUTS[layout]) for y in x.qkv] if layout in ALIGNED else x.qkv
+    results, flag = stays(256, *qkv, causal=True, out=guarded.array)
+    assert flag == 0
+    for name, result in results.items():
+        tools.assert_close(name, BFLOAT16.host(result), *right[name])
+    guarded.check()
+    results, flag = stays(256, *qkv, causal=True, out=BFLOAT16.xp.empty(x.q.shape, np.float32))
+    assert flag == 0 and results["out"].dtype == np.float32
+    tools.assert_close("out", BFLOAT16.host(results["out"]), *right["out"])
+
+
+def with_scores(backend, seqlen_q, scores, query=None, width=64):
+    """q, k, v of one head; `scores`: of each key with `query`, or with all, in base 2 as the dtype rounds them."""
+    q, k = np.zeros((1, seqlen_q, 1, width)), np.zeros((1, len(scores), 1, width))
+    q[:, slice(None) if query is None else query, :, 0] = width**0.5
+    k[0, :, 0, 0] = np.asarray(scores) * np.log(2)
+    return backend.array(q), backend.array(k), backend.normal((1, len(scores), 1, width))
+
+
+def scores(seqlen_k, **at):
+    """Zeros, but for the keys k0, k100, ..."""
+    x = np.zeros(seqlen_k)
+    for name, value in at.items():
+        x[int(name[1:])] = value
+    return x
+
+
+RISING = {  # queries, options, scores of the keys, the query that has them or all; whether they are too large
+    "below": (300, {}, scores(700, k0=126), None, False),
+    "above": (300, {}, scores(700, k0=130), None, True),
+    "one row": (300, {}, scores(700, k0=130), 299, True),
+    "one row below": (300, {}, scores(700, k0=126), 299, False),
+    "many together": (70, {}, np.where(np.arange(700) < 500, 126.0, 0), None, True),  # 2^131 in a lane
+    "fewer together": (70, {}, np.where(np.arange(700) < 200, 56.0, 0), None, False),
+    "twice": (70, {}, scores(700, k300=30, k10=60), None, False),
+    "second tile": (70, {}, scores(640, k500=140), None, True),
+    "first full tile": (70, {}, scores(640, k600=100), None, False),
+    "second tile, the first in part": (70, {}, scores(650, k520=140), None, False),
+    "first tile in part": (70, {}, scores(650, k648=100), None, False),
+    "third tile, the first in part": (70, {}, scores(650, k500=140), None, True),
+    "descending": (70, {}, np.linspace(100, 0, 1000), None, False),
+    "ascending": (70, {}, np.linspace(0, 100, 1000), None, False),
+    "gently descending": (70, {}, np.linspace(40, 0, 1000), None, False),
+    "large below 0": (300, {}, scores(700) - 16000, None, False),
+    "falling below": (300, {}, np.where(np.arange(700) < 500, -300.0, 0), None, False),
+    "causal, before the diagonal": (700, {"causal": True}, scores(700, k128=140), None, True),
+    "causal, early rows": (700, {"causal": True}, scores(700, k0=100), 60, False),  # which see no tile in full
+    "causal, late row": (700, {"causal": True}, scores(700, k0=140), 650, True),
+    "window, left edge": (700, {"window": (400, 0)}, scores(700, k250=100), 640, False),  # of a tile seen in part
+    "window, in between": (700, {"window": (400, 0)}, scores(700, k400=140), 640, True),
+    "narrow window": (700, {"window": (100, 0)}, scores(700, k560=100), 640, False),
+}
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("case", RISING)
+def test_scores_above_a_maximum_that_stays(stays, case, dtype):
+    """By up to 2^126 they are as exact as others; beyond, and then alone, the other kernel computes the call."""
+    seqlen_q, options, of_keys, query, wild = RISING[case]
+    backend = SIXTEEN[dtype]
+    qkv = with_scores(backend, seqlen_q, of_keys, query)
+    results, flag, others = both(stays, *qkv, **options)
+    assert flag == wild
+    right = tools.expectation(backend, *qkv, **options)
+    for name, result in results.items():
+        assert not wild or tools.same_bits(result, others[name]), name
+        tools.assert_close(name, backend.host(result), *right[name])
+
+
+def changed(which, index, value):
+    def change(arrays):
+        arrays[which] = arrays[which].copy()
+        arrays[which][index] = value
+        return arrays
+
+    return change
+
+
+def far_up(arrays):
+    """Sums of values that overflow, relative to a maximum that 2^20 exceed."""
+    q, k, v = with_scores(BFLOAT16, 300, scores(700, k0=20))
+    v[:, 0] = 1e37
+    return [q, k, v]
+
+
+def times(factor):
+    return lambda arrays: [BFLOAT16.array(BFLOAT16.host(arrays[0]) * factor), *arrays[1:]]
+
+
+WILD = {
+    "NaN in q": changed(0, (0, 250, 1, 3), np.nan),
+    "inf in q": changed(0, (0, 250, 1, 3), np.inf),
+    "-inf in q": changed(0, (1, 0, 0, 0), -np.inf),
+    "NaN in k": changed(1, (0, 7, 0, 0), np.nan),
+    "inf in k": changed(1, (0, 7, 0, 0), np.inf),
+    "-inf in a late key": changed(1, (0, -50, 0, 0), -np.inf),
+    "-inf in all keys": changed(1, (0, slice(None), 0, 0), -np.inf),
+    "NaN in v": changed(2, (0, 7, 0, 0), np.nan),
+    "inf in v": changed(2, (0, 7, 0, 0), np.inf),
+    "-inf in the last value": changed(2, (1, -1, 0, 0), -np.inf),
+    "large values": far_up,
+    "huge scores": times(2.0**14),
+    "huge scores below 0": lambda arrays: [*with_scores(BFLOAT16, 300, scores(700) - 20000)],
+    "huge scores of one row": lambda arrays: [*with_scores(BFLOAT16, 300, scores(700) - 16500, 299)],
+    "infinite scores": times(2.0**125),
+}
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", WILD)
+def test_what_no_maximum_stays_for(stays, case, causal):
+    qkv = WILD[case]([*tools.inputs(BFLOAT16, 300, 700, heads_q=2).qkv])
+    results, flag, others = both(stays, *qkv, causal=causal)
+    assert flag == 1 and all(tools.same_bits(result, others[name]) for name, result in results.items())
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("sink, far", [(-np.inf, False), (-50.0, False), (0.0, False), (44.0, False), (45.0, True)])
+def test_a_sink_beside_a_maximum_that_stays(stays, sink, far):
+    """One so far above that what the keys have of the weight would be cut off."""
+    q, k, v = with_scores(BFLOAT16, 300, scores(700, k0=40), 200)
+    options = {"sink": BFLOAT16.array([sink], np.float32)}
+    results, flag, others = both(stays, q, k, v, **options)
+    assert flag == far
+    right = tools.expectation(BFLOAT16, q, k, v, **options)
+    for name, result in results.items():
+        assert not far or tools.same_bits(result, others[name]), name
+        tools.assert_close(name, BFLOAT16.host(result), *right[name])
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_row_is_wild_for_itself(stays):
+    """What others hold changes whether the flag is set, and with it at most the rounding of those that are not."""
+    x = tools.inputs(BFLOAT16, 300, 700, heads_q=2, factor=0.5)
+    tame, flag = stays(256, *x.qkv)
+    assert flag == 0
+    q, k, v = changed(0, (0, 250, 1, 3), np.nan)([*x.qkv])
+    wild, flag = stays(256, q, k, v)
+    assert flag == 1 and bool(BFLOAT16.xp.isnan(wild["lse"][0, 1, 250]))
+    for name, axes in (("out", (0, 250, 1)), ("lse", (0, 1, 250))):
+        tame[name][axes] = wild[name][axes]
+        assert tools.same_bits(tame[name], wild[name])
+
+
+@pytest.mark.gpu
+@hopper
+def test_graph_where_a_maximum_stays(stays):
+    """Each replay clears the flag."""
+    cupy = BFLOAT16.xp
+    q, k, v = tools.inputs(BFLOAT16, 300, 700, factor=0.5).qkv
+    keys, expected = {"tame": k.copy()}, {}
+    for name, value in (("far", 300), ("NaN", np.nan)):
+        _, keys[name], _ = changed(1, (0, 7), value)([q, k, v])
+    for name, given in keys.items():
+        expected[name], _ = stays(0, q, given, v)
+    cupy.cuda.Device().synchronize()  # the stream does not wait for the one that made the arrays
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        assert stays(256, q, k, v)[1] == 0
+        stream.begin_capture()
+        out, lse = cupyflash.attention(q, k, v, return_lse=True)
+        graph = stream.end_capture()
+        for name in ("tame", "far", "tame", "NaN", "tame"):
+            k[...] = keys[name]
+            out[...] = np.nan
+            graph.launch(stream)
+            stream.synchronize()
+            assert tools.same_bits(out, expected[name]["out"]) and tools.same_bits(lse, expected[name]["lse"]), name

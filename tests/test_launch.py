@@ -22,6 +22,7 @@ import tools
 
 import cupyflash
 from cupyflash import checks, choose, compiler, interop, precise, structs, tensor_map
+from cupyflash.dropout import ROUNDS, round_keys
 from cupyflash.problem import Problem
 from cupyflash.spec import BIAS_TYPES
 
@@ -348,6 +349,8 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     main = ("precise_forward" if shape.dtype in precise.ITEM else "hopper_forward" if on_hopper else "forward",)
     if by_halves(gpu, problem):
         main = ("hopper_precise_forward", *main)
+    if on_hopper and choose.steady(problem):
+        main *= 2
     call = Call(problem, keywords.get("seed", 0), arrays, list(gpu.launched), main, keywords.get("block_mask"))
     check(gpu, call)
     return call
@@ -429,10 +432,10 @@ def check(gpu, call):
         elif one.variant.template.startswith("hopper"):
             check_maps(call, one)
     if not halved and "only_if" in call.launched[-1].params.dtype.names:
-        assert call.launched[-1].params["only_if"] == 0
+        check_flag(gpu, call)
     if "dq" in call.arrays:
         check_workspace(gpu, call, packed)
-    elif call.main == ("hopper_forward",):
+    elif "hopper_forward" in call.main:
         check_taken(gpu, call)
 
 
@@ -603,6 +606,19 @@ def check_order(call, one):
         assert one.blocks % count == 0 and params["sizes"]["section"] == 1, "whole heads at a time"
 
 
+def check_flag(gpu, call):
+    """Where a maximum stays, that is told to the kernel behind by a word of both, which begins with 0."""
+    flag = gpu.allocated(call.launched[-1].params["only_if"])
+    specs = [one.spec for one in call.launched]
+    if call.main == ("hopper_forward",) * 2:
+        assert [(spec.steady, spec.only_if) for spec in specs] == [(True, False), (False, True)]
+        assert (flag.dtype, flag.tolist()) == (np.uint32, [0])
+        first, behind = call.launched
+        assert first.blocks == behind.blocks and first.params.tobytes() == behind.params.tobytes()
+    else:
+        assert flag is None and not any(getattr(spec, "steady", False) for spec in specs)
+
+
 def check_taken(gpu, call):
     """With a block mask blocks count the runs that they take, from 0, and a run is one tile."""
     params = call.launched[-1].params
@@ -691,7 +707,9 @@ def check_params(call, params):
     assert score.item()[3:5] == tuple(map(np.float32, capped))
     assert score.item()[-2:] == (np.float32(capped[1]) / 2, problem.diagonal)
     kept, threshold = 1 - problem.dropout, int(2**32 * problem.dropout)
-    assert params["dropout"].item()[:3] == (call.seed, threshold, np.float32(1 / kept))
+    assert params["dropout"].item()[1:3] == (threshold, np.float32(1 / kept))
+    keys = params["dropout"]["keys"].ravel().view(np.uint32).reshape(-1, 2).tolist()
+    assert keys == ([list(pair) for pair in round_keys(call.seed)] if problem.dropout else [[0, 0]] * ROUNDS)
     bits = params["dropout"]["bits"].ravel().tolist()
     assert bits == [2**32 - 1 if threshold & 1 << 31 - n else 0 for n in range(32)]
     check_bitmaps(call, params)
@@ -1254,6 +1272,38 @@ def test_a_graph_keeps_halves(gpu, capturing):
     assert {x.ctypes.data for x in launch._kept_for_graphs} == (
         {x.ctypes.data for x in gpu.temporaries} if capturing else set()
     )
+
+
+@pytest.fixture
+def short_is_steady(monkeypatch):
+    """Whatever its length, a call that may is computed with maxima that stay."""
+    monkeypatch.setattr(choose, "STEADY_KEYS", 1)
+    monkeypatch.setattr(choose, "STEADY_SCORES", 1)
+
+
+@both_paths
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_maximum_that_stays(gpu, short_is_steady, options):
+    """Two launches, of those options alone that leave scores as they are."""
+    for shape in (Shape(), Shape(40, 8, 1, 300, 500, 6, 2), Shape(64, 64, 3, 5, 1300, 8, 2), Shape(128, 128)):
+        steady = gpu.path == "sm90" and shape.head_dim <= 64 and options in ("none", "window", "sink")
+        for float32_out in (False, True):
+            call = forward(gpu, shape, OPTIONS[options], float32_out)
+            assert call.main == ("hopper_forward",) * 2 if steady else len(call.main) == 1
+    for layout in (partial(array, pad=8), partial(array, offset=1)):
+        forward(gpu, Shape(), OPTIONS[options], q=layout)
+        forward(gpu, Shape(), OPTIONS[options], out=layout)
+    assert len(forward(gpu, Shape(dtype="float16"), OPTIONS[options]).main) == 1
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_graph_keeps_the_flag(gpu, short_is_steady, capturing):
+    """A word for each call, held until the last launch."""
+    gpu.capturing = capturing
+    first, second = (forward(gpu, Shape(), {}, lse=False).launched[0].params["only_if"] for _ in range(2))
+    assert first != second and len(gpu.temporaries) == 2 and len(launch._plans) == 1
+    assert [x.ctypes.data for x in launch._kept_for_graphs] == ([first, second] if capturing else [])
 
 
 @both_paths

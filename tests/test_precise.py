@@ -190,6 +190,14 @@ def test_long(precise, head_dim, factor):
         assert abs(error.mean()) < 2 * error.std() + cut_off * abs(right[name][0]).mean(), f"{name} drifts"
 
 
+def test_weights_down_to_none(precise):
+    """From 1 to those that no number is small enough for: e^-760."""
+    x = inputs(precise, 96, heads_q=1, batch=1)
+    q, k = 0 * x.q, 0 * x.k
+    q[..., 0], k[0, :, 0, 0] = 1, precise.array(-np.linspace(0, 760, 96))
+    check(precise, q, k, x.v, x.dout, causal=True, scale=1.0)
+
+
 def test_tf32(precise):
     """One product: the error is that of factors with 11 bits, as float16 has, and no longer that of float32.
 

@@ -259,6 +259,12 @@ def test_own_figures():
         ([problem()], {"device": Device("x", 70, 1, 1, 1)}, ValueError, "capability 70; allowed"),
         ([problem()], {"causal": True}, TypeError, "q is a Problem"),
         ([problem(batch=0)], {}, ValueError, "nothing to compute"),
+        (
+            [problem(8, right=0, diagonal=-100)],
+            {},
+            ValueError,
+            "nothing to compute; allowed: .*a query that sees a key",
+        ),
         ([problem()], {"device": "H100", "measure": True}, ValueError, "one of them"),
         ([stand_in(1, 8, 1, 8, dtype=np.float32)] * 3, {}, NotImplementedError, "float32"),
         ([stand_in(1, 8, 1, 300)] * 3, {}, ValueError, "head_dim 300"),
@@ -350,6 +356,8 @@ def test_command(capsys):
         (["--seqlen", str(10**20)], "is too large; allowed: less than 2**62 elements"),
         (["--batch", str(2**40), "--seqlen", str(2**20)], "is too large; allowed: less than 2**62 elements"),
         (["--measure", "--memory", "3"], "leave out"),
+        (["--json", "--memory", "1e-320"], "; allowed: a number from 1 to 1e30, a second"),
+        (["--json", "--exp", "1e296"], "exp is 1e+308; allowed"),
         *((["--memory", text], f"'{text}' is no positive finite number") for text in ("0", "-3", "nan", "inf", "x")),
     ],
 )
@@ -380,15 +388,23 @@ def test_a_plot_that_fails_costs_no_table(capsys, monkeypatch, tmp_path):
     assert "sm80 backward" in printed.out and "roofline: --plot " in printed.err
 
 
+@pytest.mark.parametrize("figures", [(1, 1, 1), (1e30, 1, 1e30), (1, 1e30, 1)])
+def test_json_of_any_figures_has_numbers_alone(figures):
+    sizes = {"batch": 2**63 - 1, "heads_q": 2**63 - 1, "heads_k": 1}
+    for one in (problem(1), replace(problem(2**29 - 1), **sizes)):
+        found = cupyflash.roofline(one, device=Device("mine", 90, *figures))
+        assert json.dumps(found.as_dict(), allow_nan=False) and "inf" not in str(found) and "nan" not in str(found)
+
+
 def test_huge_numbers_keep_their_columns():
     text = str(cupyflash.roofline(problem(2**29 - 1, batch=2**20), device="H200"))
     rows = [line for line in text.splitlines() if line.startswith(("  standard ", "  sm")) and "million" not in line]
     assert len(rows) == 12 and all(len(word) <= 9 for row in rows for word in row.split())
 
 
-@pytest.mark.parametrize("figure", [0, -1, float("nan"), float("inf")])
+@pytest.mark.parametrize("figure", [0, -1, 1e-308, 1e31, float("nan"), float("inf")])
 def test_figures_of_a_device(figure):
-    with pytest.raises(ValueError, match="memory is .*; allowed: a positive finite number"):
+    with pytest.raises(ValueError, match="memory is .*; allowed: a number from 1 to 1e30, a second"):
         Device("mine", 90, 1e12, figure, 1e12)
 
 
@@ -401,12 +417,12 @@ def test_figures_of_a_device(figure):
         ({"capability": 9.0}, TypeError, r"capability is 9.0 \(float\)"),
         ({"capability": True}, TypeError, r"capability is True \(bool\)"),
         ({"capability": -90}, ValueError, "capability is -90; allowed: an integer from 0"),
-        ({"matmul": "1"}, TypeError, r"matmul is '1' \(str\); allowed: a positive finite number, a second"),
+        ({"matmul": "1"}, TypeError, r"matmul is '1' \(str\); allowed: a number from 1 to 1e30, a second"),
         ({"matmul": None}, TypeError, "matmul is None"),
         ({"exp": True}, TypeError, "exp is True"),
         ({"exp": 1j}, TypeError, "exp is 1j"),
         ({"memory": np.array(1.0)}, TypeError, "memory is array"),
-        ({"memory": 10**400}, ValueError, "memory is .*too long to print; allowed: a positive finite number"),
+        ({"memory": 10**400}, ValueError, "memory is .*too long to print; allowed: a number from 1"),
         ({"memory": -(10**400)}, ValueError, "memory is .*; allowed"),
     ],
 )

@@ -17,16 +17,15 @@
 namespace cupyflash {
 
 struct Philox {
-  static constexpr int kRounds = 7;
   uint32 x[4];
 
-  __device__ __forceinline__ constexpr Philox(uint32 a, uint32 b, uint32 c, uint32 d, uint32 left, uint32 right)
+  __device__ __forceinline__ constexpr Philox(uint32 a, uint32 b, uint32 c, uint32 d, const uint2* keys)
       : x{a, b, c, d} {
 #pragma unroll
-    for (int round = 0; round < kRounds; ++round, left += 0x9E3779B9u, right += 0xBB67AE85u) {
+    for (int round = 0; round < Dropout::kRounds; ++round) {
       const uint32 first = x[0], third = x[2];
-      x[0] = upper(third, 0xCD9E8D57u) ^ x[1] ^ left, x[1] = third * 0xCD9E8D57u;
-      x[2] = upper(first, 0xD2511F53u) ^ x[3] ^ right, x[3] = first * 0xD2511F53u;
+      x[0] = upper(third, 0xCD9E8D57u) ^ x[1] ^ keys[round].x, x[1] = third * 0xCD9E8D57u;
+      x[2] = upper(first, 0xD2511F53u) ^ x[3] ^ keys[round].y, x[3] = first * 0xD2511F53u;
     }
   }
 
@@ -79,35 +78,30 @@ struct Dropping {  // from one head
     return word(first_query / 2 + i / 8 / kBlocks * 8, first_key / 2 + i / 8 % kBlocks * 8 + i % 8);
   }
 
-  // That of a stream of a row of blocks; both are as the counter has them. For warps with few registers.
+  // That of a stream of a row of blocks; both are as the counter has them.
   __device__ __forceinline__ uint32 word(uint32 block, uint32 stream) const {
-    return finished<true>(begun<true>(block, stream), block, stream);
+    return finished(begun(block, stream), block, stream);
   }
   // In two steps: what nearly all comparisons need, without a branch, and what is left.
-  template <bool kTight = false>
   __device__ __forceinline__ Comparison begun(uint32 block, uint32 stream) const {
     Comparison comparison;
 #pragma unroll
-    for (int n = 0; n < kUsual; ++n) go_on<kTight>(comparison, block, stream, n);
+    for (int n = 0; n < kUsual; ++n) go_on(comparison, block, stream, n);
     return comparison;
   }
-  template <bool kTight = false>
   __device__ __forceinline__ uint32 finished(Comparison comparison, uint32 block, uint32 stream) const {
 #pragma unroll 1
     for (int n = kUsual; n < kCalls && dropout.threshold << 4 * n && __any_sync(kFullWarp, comparison.open); ++n)
-      go_on<kTight>(comparison, block, stream, n);
+      go_on(comparison, block, stream, n);
     return ~comparison.less;
   }
 
  private:
   static constexpr int kCalls = 8, kUsual = 3;  // 12 bits decide 1024 comparisons, those of a warp, three times of four
 
-  template <bool kTight>
   __device__ __forceinline__ void go_on(Comparison& comparison, uint32 block, uint32 stream, int call) const {
-    // Without `opaque` products of all calls stay in registers that are not there; without `zero`, keys of all rounds.
-    // Less than 2^30 queries are allowed, which the compiler does not know.
-    const uint32 counter = opaque(block + call), zero = kTight ? counter >> 30 : 0;
-    const Philox numbers(counter, stream, head, batch, uint32(dropout.seed) + zero, uint32(dropout.seed >> 32) + zero);
+    // Without `opaque` products of all calls stay in registers that are not there.
+    const Philox numbers(opaque(block + call), stream, head, batch, dropout.keys);
     comparison.go_on(numbers.x, dropout.bits + 4 * call);
   }
 };

@@ -38,10 +38,10 @@ __global__ void __launch_bounds__(32 * kSpec.warps) sink_gradient(const __grid_c
 
   if constexpr (kSpec.varlen) {
 #pragma unroll 4
-    for (int block = threadIdx.x / 16; block < p.segments.runs(kBlocks); block += kThreads / 16) {
-      const auto [sequence, first_row] = find_rows<true, kBlocks>(s, p.segments, block);
+    for (int i = threadIdx.x / 16; i < p.segments.runs(kBlocks); i += kThreads / 16) {
+      const auto [sequence, block] = find_rows<true, kBlocks>(s, p.segments, i);
       const Place<true> place = place_of<true>(s, p.segments, sequence);
-      const int row = first_row + threadIdx.x % 16;
+      const int row = 16 * block + threadIdx.x % 16;
       if (row < place.sizes.seqlen_q) add(lse_of(place, row), delta_of(place, row));
     }
   } else {

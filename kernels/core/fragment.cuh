@@ -29,6 +29,14 @@ struct Accumulator {
       for (int i = 0; i < 4; ++i) x[j][i] *= i < 2 ? upper : lower;
   }
 
+  // Whether all of this lane's columns of a row are.
+  __device__ __forceinline__ bool finite(int half) const {
+    Real zero = 0;  // or NaN
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j) zero = x[j][2 * half] * 0 + zero, zero = x[j][2 * half + 1] * 0 + zero;
+    return zero == 0;
+  }
+
   // Sets to `hidden` what `visible(row)`, a Range of columns, leaves out.
   template <class Visible>
   __device__ __forceinline__ void hide(int first_row, int first_col, Real hidden, Visible visible) {

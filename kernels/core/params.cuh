@@ -90,11 +90,12 @@ struct BlockMask {              // of queries by keys, or of keys by queries; co
   int64 batch, head, words;     // strides in rows, 0 where it was broadcast; and words of a row
 };
 
-struct Dropout {  // any/dropout.cuh
-  uint64 seed;
-  uint32 threshold;  // a weight whose random number is less is dropped
-  float scale;       // 1 / (1 - probability)
-  uint32 bits[32];   // of the threshold, from the highest one down: each 32 times
+struct Dropout {                     // any/dropout.cuh
+  static constexpr int kRounds = 7;  // of Philox
+  uint2 keys[kRounds];               // of the rounds: the seed, and what each adds to it
+  uint32 threshold;                  // a weight whose random number is less is dropped
+  float scale;                       // 1 / (1 - probability)
+  uint32 bits[32];                   // of the threshold, from the highest one down: each 32 times
 };
 
 struct Order {   // of the tiles of persistent blocks

@@ -11,6 +11,9 @@ template <int kRowTiles>
 struct OnlineSoftmax {
   static constexpr float kSlack = 8.f;         // log2 of how far the maximum may lag
   static constexpr float kExact = 16384.f;     // beyond it, rounding max * scale would show in exp2
+  static constexpr float kFull = 4096.f;       // sum of a lane beyond which top moves where no maximum is looked for,
+  static constexpr float kMovedLog2 = 8.f;     // and log2 of what is left of it then
+  static constexpr float kMostLog2 = 64.f;     // of a sink that is relative to such a top
   static constexpr float kNear = 64.f;         // up to it top takes no digits from exponents near 0 (`origin`)
   float top[kRowTiles][2], sum[kRowTiles][2];  // of the rows lane / 4 and lane / 4 + 8; sum: of this lane's columns
 
@@ -50,6 +53,52 @@ struct OnlineSoftmax {
           x = exp2f(x);
           sum[t][i / 2] += x;
         }
+  }
+  // The same where top is near the scores already, and no maximum is looked for. What exceeds top by far shows in the
+  // sums: when they are `full`, `lower` moves top. At the end of the row `holds` says whether that was enough.
+  template <int kCols>
+  __device__ __forceinline__ void exponentiate_steadily(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
+    float base[kRowTiles][2];
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) base[t][half] = top[t][half] * scale_log2;
+    exponentiate_above(scores, scale_log2, base);
+  }
+  __device__ __forceinline__ bool full() const {  // of any row of the warp
+    bool full = false;
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) full |= fmaxf(sum[t][0], sum[t][1]) > kFull;
+    return __any_sync(kFullWarp, full);
+  }
+  // Weights and sums, whose rows are beyond kFull, in the unit of a higher top: by a power of two, so that weights
+  // which were rounded exactly are it again.
+  template <int kCols, class Rescale>
+  __device__ __forceinline__ void lower(Accumulator<kCols> (&weights)[kRowTiles], float scale_log2, Rescale rescale) {
+    float factor[kRowTiles][2];
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float& old = top[t][half];
+        const float most = of_row(sum[t][half]);
+        const bool moves = most > kFull && most < kInfinity;
+        const float next = moves ? old + (floorf(log2f(most)) - kMovedLog2) / scale_log2 : old;
+        factor[t][half] = moves ? exp2f((old - next) * scale_log2) : 1.f;
+        sum[t][half] *= factor[t][half];
+        old = next;
+      }
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) weights[t].scale_rows(factor[t][0], factor[t][1]);
+    rescale(factor);
+  }
+  // Then no weight was beyond float32, what the sink is in their unit is not either, and no product with top needs more
+  // digits than it has. top is near one of the scores, so that no sum is too small, but for a row without keys. False
+  // for NaN.
+  __device__ __forceinline__ bool holds(int t, int half, float scale_log2, float sink) const {
+    const float total = this->total(t, half), base = top[t][half] * scale_log2;
+    const bool right = total < kInfinity && fabsf(base) <= kExact && fmaf(sink, kLog2E, -base) <= kMostLog2;
+    return right || total == 0.f;
   }
   // top, where it takes no digits from exponents near 0 that it is subtracted from; 0 also of a row without keys.
   __device__ __forceinline__ float origin(int t, int half) const {
@@ -164,6 +213,11 @@ struct OnlineSoftmax {
       }
     if (__any_sync(kFullWarp, special)) subtract_first(scores, base);
     meanwhile();
+    exponentiate_above(scores, scale_log2, base);
+  }
+  template <int kCols>
+  __device__ __forceinline__ void exponentiate_above(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2,
+                                                     const float (&base)[kRowTiles][2]) {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll

@@ -42,6 +42,9 @@ struct HopperForwardSpec {
   bool blocks;
   bool bounded;  // by softcap, so that no maximum is needed
   bool varlen;
+  bool
+      steady;  // behind the first full tile of a row its sum takes the place of its maximum; a flag says if that failed
+  bool only_if;  // nothing is computed where the flag is not set
 
   __device__ constexpr bool staged() const { return access == 16; }
   // One more warpgroup copies, and gives what it does not need of its registers to those that compute.
@@ -212,6 +215,7 @@ struct PreciseForwardSpec {
   int row_tiles;  // of 16 rows, that a warp owns
   int parts;      // of the columns of out: as many warps own the same rows, and compute their scores each
   int blocks_per_sm;
+  int steps;     // of 8 columns, that are multiplied together
   int products;  // 3, or 1 in plain TF32 and in float64
   int access;    // bytes of one global load or store: 16, 8 or 4
 
@@ -225,6 +229,7 @@ struct PreciseKeysSpec {  // of the kernel of dk and dv; a warp owns 16 keys
   int parts;   // of the columns of dk and dv
   int stages;  // tiles of q and dout in flight: 1 or 2
   int blocks_per_sm;
+  int steps;  // of 8 columns, that are multiplied together
   int products;
   int access;
 
@@ -238,6 +243,7 @@ struct PreciseQueriesSpec {  // of the kernel of dq; a warp owns 16 queries
   int parts;   // of the columns of dq
   int stages;  // tiles of k and v in flight: 1 or 2
   int blocks_per_sm;
+  int steps;  // of 8 columns, that are multiplied together
   int products;
   int access;
 

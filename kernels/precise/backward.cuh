@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps) precise_delta(const __grid_c
 template <class T, PreciseKeysSpec kSpec>
 __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
     precise_keys(const __grid_constant__ PreciseBackwardParams p) {
-  using A = Arithmetic<T, kSpec.products>;
+  using A = Arithmetic<T, kSpec.products, kSpec.steps>;
   using Real = typename A::Real;
   static_assert(sizeof(Real) == kSpec.item);
   if (p.only_if != nullptr && *p.only_if == 0) return;
@@ -72,6 +72,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
   const Range seen_by_all = queries_of_all(band, keys);
   const Range tiles = query_tiles_of(band, keys, kSpec.block_q);
   const Real scale = p.exact_scale;
+  const typename A::Exponential exponential{};
 
   RowSums<A, kCols> dk[1];
   RowSums<A, kColsV> dv[1];
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
 #pragma unroll
     for (int j = 0; j < kSpec.block_q / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) prob[0].x[j][i] = A::exp(prob[0].x[j][i]);
+      for (int i = 0; i < 4; ++i) prob[0].x[j][i] = exponential(prob[0].x[j][i]);
     multiply_weights<A>(dv, prob, dout_tile(stage), part * kColsV);
 
     ds[0].clear();
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
 template <class T, PreciseQueriesSpec kSpec>
 __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
     precise_queries(const __grid_constant__ PreciseBackwardParams p) {
-  using A = Arithmetic<T, kSpec.products>;
+  using A = Arithmetic<T, kSpec.products, kSpec.steps>;
   using Real = typename A::Real;
   static_assert(sizeof(Real) == kSpec.item);
   if (p.only_if != nullptr && *p.only_if == 0) return;
@@ -176,6 +177,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
   const Range seen_by_all = keys_of_all(band, {first_row, min(first_row + kSpec.block_q, s.seqlen_q) - 1});
   const Range tiles = tiles_of(band, first_row, kSpec.block_q, kSpec.block_k);
   const Real scale = p.exact_scale;
+  const typename A::Exponential exponential{};
 
   RowSums<A, kCols> dq[1];
   dq[0].clear();
@@ -217,7 +219,7 @@ __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
 #pragma unroll
     for (int j = 0; j < kSpec.block_k / 8; ++j)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) ds[0].x[j][i] = A::exp(prob[0].x[j][i]) * (ds[0].x[j][i] - of_row[i / 2].delta);
+      for (int i = 0; i < 4; ++i) ds[0].x[j][i] = exponential(prob[0].x[j][i]) * (ds[0].x[j][i] - of_row[i / 2].delta);
     multiply_weights<A>(dq, ds, k_tile(stage), part * kCols);
 
     if (kSpec.stages == 1) {

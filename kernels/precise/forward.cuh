@@ -13,7 +13,7 @@ namespace cupyflash {
 template <class T, PreciseForwardSpec kSpec>
 __global__ void __launch_bounds__(32 * kSpec.warps(), kSpec.blocks_per_sm)
     precise_forward(const __grid_constant__ PreciseForwardParams p) {
-  using A = Arithmetic<T, kSpec.products>;
+  using A = Arithmetic<T, kSpec.products, kSpec.steps>;
   using Real = typename A::Real;
   static_assert(sizeof(Real) == kSpec.item);
   if (p.only_if != nullptr && *p.only_if == 0) return;

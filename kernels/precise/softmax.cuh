@@ -11,6 +11,7 @@ struct PreciseSoftmax {
   using Real = typename A::Real;
   static constexpr Real kSlack = 5;           // how far the maximum may lag
   Real top[kRowTiles][2], sum[kRowTiles][2];  // of the rows lane / 4 and lane / 4 + 8; sum: of this lane's columns
+  typename A::Exponential exponential{};
 
   __device__ __forceinline__ PreciseSoftmax() {
 #pragma unroll
@@ -35,7 +36,7 @@ struct PreciseSoftmax {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             Real& x = scores[t].x[j][2 * half + i];
-            x = A::exp(x - origin);
+            x = exponential(x - origin);
             of_tile += x;
           }
         sum[t][half] += of_tile;
@@ -57,29 +58,27 @@ struct PreciseSoftmax {
  private:
   template <int kCols, class Rescale>
   __device__ __forceinline__ void raise(const Accumulator<kCols, Real> (&scores)[kRowTiles], Rescale rescale) {
-    Real highest[kRowTiles][2];
-    bool grew = false;
+    bool grew[4] = {};  // each of a few: they are found one after the other
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Real& m = highest[t][half] = -kInfinity;
+      for (int j = 0; j < kCols / 8; ++j)
 #pragma unroll
-        for (int j = 0; j < kCols / 8; ++j)
-          m = larger(m, larger(scores[t].x[j][2 * half], scores[t].x[j][2 * half + 1]));
-        grew |= m - top[t][half] > kSlack;  // also where the row had no key so far
-      }
-    if (!__any_sync(kFullWarp, grew)) return;
+        for (int i = 0; i < 4; ++i) grew[i] |= scores[t].x[j][i] > top[t][i / 2] + kSlack;  // also after no key so far
+    if (!__any_sync(kFullWarp, grew[0] | grew[1] | grew[2] | grew[3])) return;
     Real factor[kRowTiles][2];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        Real m = highest[t][half], &old = top[t][half];
+        Real m = -kInfinity, &old = top[t][half];
+#pragma unroll
+        for (int j = 0; j < kCols / 8; ++j)
+          m = larger(m, larger(scores[t].x[j][2 * half], scores[t].x[j][2 * half + 1]));
         m = larger(m, __shfl_xor_sync(kFullWarp, m, 1));
         m = larger(m, __shfl_xor_sync(kFullWarp, m, 2));
-        const Real next = m - old > kSlack ? m : old;
-        factor[t][half] = next == old ? Real(1) : A::exp(old - next);
+        const Real next = m > old + kSlack ? m : old, less = exponential(old - next);
+        factor[t][half] = next == old ? Real(1) : less;
         sum[t][half] *= factor[t][half];
         old = next;
       }

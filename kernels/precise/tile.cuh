@@ -39,30 +39,52 @@ template <class A, bool kTransposed = false, int kRowTiles, int kCols, class Lef
 __device__ __forceinline__ void multiply_rows(Accumulator<kCols, typename A::Real> (&acc)[kRowTiles], Left left,
                                               int left_row, Right right, int right_row) {
   static_assert(Left::kCols == Right::kCols);
+  constexpr bool kAhead = A::kAhead && !kTransposed;  // dk and dv leave no registers for it
   const uint32 left_lane = opaque(left.at(left_row + lane_index() / 4, lane_index() % 4));
   const uint32 right_lane = opaque(right.at(right_row + lane_index() / 4, lane_index() % 4));
-#pragma unroll 2
-  for (int group = 0; group < Left::kUnits / 4; ++group) {
-    typename A::Factor a[kRowTiles][A::kSteps][4];
+  typename A::Factor a[kAhead + 1][kRowTiles][A::kSteps][4], b[kAhead + 1][kCols / 8][A::kSteps][2];
+  constexpr int kTogether = 2 * A::kSteps / A::kUnit;  // units of a lane
+  const auto load_left = [&](int group) {
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        typename A::Real unit[A::kUnit];
-        load_unit(unit, Left::moved(left_lane, 16 * t + 8 * half, 4 * group));
+      for (int half = 0; half < 2; ++half)
 #pragma unroll
-        for (int e = 0; e < A::kUnit; ++e) a[t][e / 2][half + e % 2 * 2] = A::factor(unit[e]);
-      }
+        for (int u = 0; u < kTogether; ++u) {
+          typename A::Real unit[A::kUnit];
+          load_unit(unit, Left::moved(left_lane, 16 * t + 8 * half, 4 * (kTogether * group + u)));
+#pragma unroll
+          for (int e = 0; e < A::kUnit; ++e)
+            a[group % (kAhead + 1)][t][(A::kUnit * u + e) / 2][half + e % 2 * 2] = A::factor(unit[e]);
+        }
+  };
+  const auto load_right = [&](int group, int j) {
+#pragma unroll
+    for (int u = 0; u < kTogether; ++u) {
+      typename A::Real unit[A::kUnit];
+      load_unit(unit, Right::moved(right_lane, 8 * j, 4 * (kTogether * group + u)));
+#pragma unroll
+      for (int e = 0; e < A::kUnit; ++e) b[group % (kAhead + 1)][j][(A::kUnit * u + e) / 2][e % 2] = A::factor(unit[e]);
+    }
+  };
+  const auto load_ahead = [&](int group) {
+    load_left(group);
+#pragma unroll
+    for (int j = 0; j < kCols / 8; ++j) load_right(group, j);
+  };
+  constexpr int kGroups = Left::kUnits / (4 * kTogether);
+  if constexpr (kAhead) load_ahead(0);
+#pragma unroll(kAhead ? kGroups : 2)
+  for (int group = 0; group < kGroups; ++group) {
+    if constexpr (!kAhead) load_left(group);
+    if (kAhead && group + 1 < kGroups) load_ahead(group + 1);
 #pragma unroll
     for (int j = 0; j < kCols / 8; ++j) {
       if (j % 2 == 0) __syncwarp();  // as below
-      typename A::Factor b[A::kSteps][2];
-      typename A::Real unit[A::kUnit];
-      load_unit(unit, Right::moved(right_lane, 8 * j, 4 * group));
+      if constexpr (!kAhead) load_right(group, j);
 #pragma unroll
-      for (int e = 0; e < A::kUnit; ++e) b[e / 2][e % 2] = A::factor(unit[e]);
-#pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) A::template multiply<kTransposed>(acc[t].x[j], a[t], b);
+      for (int t = 0; t < kRowTiles; ++t)
+        A::template multiply<kTransposed>(acc[t].x[j], a[group % (kAhead + 1)][t], b[group % (kAhead + 1)][j]);
     }
   }
 }

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   if (role == 0) {
     give_registers<kSpec.copying_registers()>();
     if constexpr (kSpec.dropout)
-      if (warp_index() >= 2) return decide_tiles<kSpec>(p, tiles, kept_words);
+      if (warp_index() >= 4 - Tiles::kDecidingWarps) return decide_tiles<kSpec>(p, tiles, kept_words);
     if (warp_index() == 0) copy_tiles<kSpec, Change::kModded>(p, tiles);
     if constexpr (kSpec.deterministic)
       if (threadIdx.x == 32) keep_order<kSpec>(p, tiles);

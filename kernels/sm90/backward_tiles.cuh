@@ -66,8 +66,9 @@ struct BackwardTiles {  // in shared memory
   static constexpr int kKBytes = tile_bytes(kBlockK, kSpec.head_dim), kVBytes = tile_bytes(kBlockK, kSpec.head_dim_v);
   static constexpr int kDsBytes = tile_bytes(kBlockK, kBlockQ), kStatisticBytes = 8 * kBlockQ;
   static constexpr int kBarriers = 4 * kSlots + 4 * kSpec.stages + 6;
-  static constexpr int kKeptBytes = 4 * Dropping::words(kBlockQ, kBlockK), kDecidingWarps = kSpec.dropout ? 2 : 0;
-  static constexpr int kPartBytes = 4 * kPartLanes, kParts = kBlockQ / 64;  // of a group
+  static constexpr int kKeptBytes = 4 * Dropping::words(kBlockQ, kBlockK);
+  static constexpr int kDecidingWarps = !kSpec.dropout ? 0 : kSpec.deterministic ? 2 : 3;  // the last ones of the four
+  static constexpr int kPartBytes = 4 * kPartLanes, kParts = kBlockQ / 64;                 // of a group
   static constexpr int kWordBytes = kSpec.mask ? kSpec.groups * kParts * kPartBytes : 0;
   using TileLogits = Logits<kSpec.bias, false, kBlockQ, kBlockK, kSpec.logit_slots>;
 
@@ -261,7 +262,7 @@ __device__ __forceinline__ void decide_tiles(const HopperBackwardParams& p, Back
                                              uint32* words) {
   using Tiles = BackwardTiles<kSpec>;
   constexpr uint32 kThreads = 32 * Tiles::kDecidingWarps, kWords = Tiles::kKeptBytes / 4;
-  static_assert(kWords % kThreads == 0, "all threads make as many words of a tile");
+  static_assert(kWords % 32 == 0 && kWords >= kThreads, "a warp makes words of one tile at a time, and of every tile");
   uint32 i = opaque(threadIdx.x) % kThreads;  // of the words of all tiles
   while (true) {
     tiles.count = i / kWords;

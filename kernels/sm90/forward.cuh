@@ -32,13 +32,16 @@ struct HopperForwardParams {
   BlockMask blocks;
   LogitMap bias;
   Segments segments;
-  uint32* taken;  // runs that blocks took beyond their first ones, where a block mask makes them unequal
+  uint32* taken;    // runs that blocks took beyond their first ones, where a block mask makes them unequal
+  uint32* only_if;  // the flag of HopperForwardSpec::steady
   MaskWords mask;
 };
 
 template <class T, HopperForwardSpec kSpec, class Mods = NoMods>
 __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.threads(), 1)
     hopper_forward(const __grid_constant__ Modified<HopperForwardParams, Mods> p) {
+  if constexpr (kSpec.only_if)
+    if (*p.only_if == 0) return;
   constexpr int kGroups = kSpec.groups, kTeams = kSpec.teams, kWarpgroups = kTeams * kGroups;
   constexpr int kCluster = kSpec.cluster;
   constexpr int kBlockK = kSpec.block_k, kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -58,6 +61,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
                 "the rows of a tile have the same blocks");
   static_assert(!kSpec.blocks || kCluster == 1 && kTeams == 1, "one warp takes the runs of a block");
   static_assert(!kSpec.varlen || !kSpec.packed && kCluster == 1, "the rows of a box belong to one sequence and head");
+  static_assert(!kSpec.steady || !kSpec.blocks && !kSpec.varlen && !kSpec.dropout, "its rows see a band of keys");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
@@ -99,6 +103,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   static_assert(
       !kSpec.bounded || kSpec.softcap && !kSpec.alibi && !Change::kModded && !GroupLogits::kAny && !kSpec.blocks,
       "nothing else changes what softcap bounds, and the keys of a row are known");
+  static_assert(!kSpec.steady || !Change::kAny && !GroupLogits::kAny, "scores are as the product leaves them");
   static_assert(!Change::kModded || !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
@@ -339,6 +344,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   const auto finish = [&](const Where& place, const Work& work) {  // out and lse
     const int slot = q_ring.slot(group);
     float inverse[2], lse[2];
+    bool wrong = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = warp_row + out[0].row(half), query = query_of(row);
@@ -349,11 +355,15 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         const Range keys = band_in(band, place).keys(query);
         if (keys.first == keys.last && p.sink.data == nullptr) inverse[half] = 1 / T::unpack(T::pack(total, 0.f)).x;
       }
+      if constexpr (kSpec.steady)
+        wrong |= query < min(first_query + queries, s.seqlen_q) &
+                 !(softmax.holds(0, half, exponent_log2, p.sink.of(head)) & out[0].finite(half));
       if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
       if (p.lse.data != nullptr && lane_index() % 4 == 0 &&
           query < min(first_query + queries, sizes_in(s, place).seqlen_q))
         p.lse.at(place.q(), head)[query * p.lse.row] = lse[half];
     }
+    if (wrong) *p.only_if = 1;
     out[0].scale_rows(inverse[0], inverse[1]);
     if constexpr (kStaged) {
       named_sync(1 + kWarpgroups + warpgroup, 128);  // the group has read its q
@@ -430,6 +440,29 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
 #pragma unroll 1
       for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
            tile = shown.down(tile - 1, own.first)) {
+        if constexpr (kSpec.steady) {  // the same by the sums: all rows see this tile and the one before in full
+          const int first_full = (seen_by_all.first + kBlockK - 1) / kBlockK;
+#pragma unroll 1
+          for (; tile >= first_full && (tile + 2) * kBlockK - 1 <= seen_by_all.last; --tile) {
+            ring.wait();
+            turns.wait();
+            issue_scores();
+            ring.wait(1);
+            issue_out(1);
+            turns.pass_on();
+            wgmma_wait<1>();
+            ring.release();
+            softmax.exponentiate_steadily(scores, exponent_log2);
+            wgmma_wait<0>();
+            ring.release(1);
+            ring.advance(2);
+            if (softmax.full())  // behind the wait, for else no exponential would be
+              softmax.lower(scores, exponent_log2,
+                            [&](const float (&by)[1][2]) { out[0].scale_rows(by[0][0], by[0][1]); });
+            round_weights();
+          }
+          if (tile < own.first) break;
+        }
         const bool in_part = shown.in_part(tile);
         load_bits(tile, in_part);
         ring.wait();

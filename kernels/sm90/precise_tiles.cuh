@@ -99,7 +99,7 @@ __device__ __forceinline__ void weigh(Accumulator<kTile>& scores, float scale, L
 #pragma unroll
   for (int j = 0; j < kTile / 8; ++j)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) scores.x[j][i] = A::exp(scores.x[j][i]);
+    for (int i = 0; i < 4; ++i) scores.x[j][i] = A::Exponential{}(scores.x[j][i]);
 }
 
 // Waits for the turn when the weights are there: the compiler would make them in the turn, while others wait. `zero` is
