@@ -209,7 +209,7 @@ def attention(
     of the row, which is needed anyway: no weight is far above 1, but the largest one, which would else have been 1,
     may be rounded as any other. Where a weight is beyond float32 before that shows, 88 above the others as a logit, or
     a logit beyond 11000, a sum of values beyond float32, or anything not finite, other kernels compute the whole call
-    once more. So the last bits of a row depend on the numbers in all others, too. A call takes 4 bytes for that.
+    once more. So the last bits of a row depend on the numbers in all others, too. A call takes 12 bytes for that.
 
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
     (and such an ``out`` written through a copy), and so is ``q`` of 16 bits where ``scale`` is negative;

@@ -507,10 +507,15 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
 def steady(problem: Problem) -> bool:
     """Whether Hopper's forward is computed with maxima that stay, see `STEADY`."""
-    changed = any(_change(problem)) or reads(problem) or problem.blocks or problem.mods or problem.varlen
-    if changed or max(problem.head_dim, problem.head_dim_v) > STEADY or problem.scale < LEAST_SCALE:
+    # Without blocks, no tile of a mask is known to be seen in full.
+    if problem.bias or (problem.mask and not problem.blocks) or any(_change(problem)) or problem.mods:
+        return False
+    if max(problem.head_dim, problem.head_dim_v) > STEADY or problem.scale < LEAST_SCALE:
         return False
     sides = problem.left, problem.right
+    if problem.varlen:  # of sequences as long as their mean; where they differ, most rows are of longer ones
+        means = problem.seqlen_q // problem.batch, 2 * problem.seqlen_k // problem.batch
+        problem = replace(problem, varlen=None, seqlen_q=means[0], seqlen_k=means[1])
     keys = problem.seqlen_k if None in sides else min(problem.seqlen_k, sum(sides) + 1)
     return keys >= STEADY_KEYS and problem.batch * problem.heads_q * counts.scores(problem) >= STEADY_SCORES
 

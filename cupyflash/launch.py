@@ -55,6 +55,7 @@ from .structs import (
 
 L2_SHARE = 24 << 20  # bytes that the heads which run side by side read again and again
 L2_SHARE_SUMMED = 4 << 20  # the same for Hopper's main backward: 1 % faster than 24
+ZEROS = 3  # words: runs taken by each of two launches of Hopper's forward, and the flag between them
 MASK_PART, PART_WORDS, PARTS_OF_BLOCK = 64, 128, 4  # in kernels/any/mask_words.cuh
 BIAS_BLOCKS = 4  # of the kernel of dbias, for each place on the GPU: with fewer tiles, blocks share them,
 BIAS_RUN = 16  # and with more, each computes up to so many, whose queries it reads once
@@ -201,11 +202,11 @@ def forward(
     if plan is None:
         rest = Rest(lse, slopes, sink, bias, mask, bitmaps, captured)
         plan = _remember(key, _plan_forward(problem, (q, k, v, out), rest))
-    word = cupy.zeros(plan.workspace, np.uint32) if plan.workspace else None  # runs taken, or a flag
-    keep_for_graph(word)
+    zero = cupy.zeros(plan.workspace, np.uint32) if plan.workspace else None
+    keep_for_graph(zero)
     halves, _held = _room_for_halves(plan)
     words = _mask_words(plan, mask, bitmaps[0])
-    more = halves or (_pointer(word),)  # no plan has both
+    more = halves or _of_zeros(zero)  # no plan has both
     plan.run(
         *pointers,
         *dropout_words(problem, seed),
@@ -343,6 +344,11 @@ def _room_for_halves(plan: Plan) -> tuple[tuple[int, ...], tuple]:
     keep_for_graph(room, scales)
     halves = [room.data.ptr + 2 * sum(plan.halves[:i]) for i in range(len(plan.halves))]
     return (scales.data.ptr + SCALES.fields["wide"][1], *halves, scales.data.ptr, *halves), (room, scales)
+
+
+def _of_zeros(zero) -> tuple[int, ...]:
+    """Pointers to the runs that each launch has taken, and to the flag."""
+    return () if zero is None else (zero.data.ptr, zero.data.ptr + 4 * (ZEROS - 1))
 
 
 def _mask_words(plan: Plan, mask, bitmaps):
@@ -530,8 +536,8 @@ def _plan_hopper_forward(device: int, problem: Problem, arrays: tuple, rest: Res
     variants = choose.steadily(variant) if choose.steady(problem) else (variant,)
     launches = tuple(Launch.of(one, min(-(-runs // spec.teams), clusters) * spec.cluster) for one in variants)
     names = ("q", "k", "v", target, "lse", "score", "sink", "dropout", "blocks", "bias", "mask", "mods")
-    word = ("taken",) if problem.blocks else ("only_if",) if len(launches) > 1 else ()
-    return Plan.of(launches, params, (*names, *word), problem.mods, (1,) * len(word), mask_words=words)
+    more, workspace = (("taken", "only_if"), (ZEROS,)) if problem.blocks or len(launches) > 1 else ((), ())
+    return Plan.of(launches, params, (*names, *more), problem.mods, workspace, mask_words=words)
 
 
 def _plan_mask_words(params: np.ndarray, name: str, main: Variant, rest: Rest, group: int = 1, by_key: bool = False):

@@ -1,6 +1,7 @@
 """Backends as fixtures, the tests that need a GPU, and the record of their run."""
 
 import datetime
+import importlib
 import json
 import os
 import platform
@@ -18,6 +19,8 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import tools  # noqa: E402
 from tools import ALL_16, ALL_OPTIONS, backend_fixture  # noqa: E402
+
+from cupyflash import choose  # noqa: E402
 
 RECORD = tools.ROOT / "tests" / "gpu_record.json"
 NO_CUDA = tools.cuda_missing()
@@ -53,6 +56,20 @@ backend_bfloat16 = backend_fixture("backend_bfloat16", "Every backend in bfloat1
 cuda = backend_fixture("cuda", "The GPU.", "cuda-bfloat16")
 precise = backend_fixture("precise", "The GPU in float32 and float64.", "cuda-float32", "cuda-float64")
 halves = backend_fixture("halves", "Hopper in float32.", "sm90-float32")
+
+
+@pytest.fixture
+def steady(monkeypatch):
+    """Has short calls follow the sums of rows, too, as `choose.steady` says; called with False: no call."""
+
+    def set_keys(count):
+        monkeypatch.setattr(choose, "STEADY_KEYS", count)
+        monkeypatch.setattr(choose, "STEADY_SCORES", 1)
+        for name in () if NO_CUDA else ("launch", "launch_varlen"):
+            monkeypatch.setattr(importlib.import_module(f"cupyflash.{name}"), "_plans", {})
+
+    set_keys(1)
+    return lambda wanted: set_keys(1 if wanted else 1 << 40)
 
 
 @pytest.fixture(autouse=True)

@@ -176,6 +176,25 @@ def test_in_part(backend16, head_dim, dropout):
         check_all(backend16, x, block_mask=given, **options, **dropout)
 
 
+@pytest.mark.parametrize("element_mask", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_sums_in_place_of_maxima(backend16, steady, head_dim, element_mask):
+    """In blocks that are seen in full; and where that fails all is computed again, with runs dealt anew."""
+    x = case(backend16, 900, 1000, head_dim=head_dim, heads_q=4, heads_k=2, batch=2)
+    shown, full = blocks(backend16, (2, 4, 8, 8), 1, 0.7), blocks(backend16, (2, 4, 8, 8), 2, 0.6)
+    more = {"full": full, "mask": mask_of(backend16, (1, 1, 900, 1000))} if element_mask else {}
+    given = cupyflash.BlockMask(shown, **more)
+    for options in ({}, {"causal": True}, {"window": (500, 200)}):
+        check_all(backend16, x, block_mask=given, **options)
+    x.q[1, 700, 2, 5] = np.inf
+    results = []
+    for wanted in (True, False):
+        steady(wanted)
+        results.append(cupyflash.attention(*x.qkv, block_mask=given, return_lse=True))
+    for one, other in zip(*results):
+        assert tools.same_bits(one, other)
+
+
 def test_with_a_mask(backend1):
     """It hides some of every block that is shown."""
     x = case(backend1)

@@ -8,7 +8,7 @@ import tools
 from test_launch import ALIGNED, DEVICES, MULTIPROCESSORS, Gpu, array, copyable, exists, gpu, tiles  # noqa: F401
 
 import cupyflash
-from cupyflash import choose, structs, tensor_map
+from cupyflash import choose, dropout, structs, tensor_map
 
 LENGTHS = {
     "mixed": ((1, 64, 0, 129, 300), (5, 64, 33, 0, 257), (3, 2)),
@@ -180,7 +180,8 @@ def check_options(params, options, arrays, totals, batch):
     if max(totals.values()) > 30:
         assert (sizes["low"], sizes["high"]) == (low, high)
     assert params["segments"]["lower_right"] == (options.get("causal") != "upper_left")
-    assert params["dropout"]["seed"] == options.get("seed", 0)
+    keys = dropout.round_keys(options["seed"]) if "seed" in options else [(0, 0)] * dropout.ROUNDS
+    assert params["dropout"]["keys"].ravel().tolist() == [left | right << 32 for left, right in keys]
     slopes = arrays.get("alibi_slopes")
     expected = (0, 0, 0) if slopes is None else (slopes.ctypes.data, 4 if batch > 1 else 0, 1)
     assert params["score"].item()[:3] == expected and params["score"]["diagonal"] == 0

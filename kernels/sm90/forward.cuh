@@ -61,7 +61,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
                 "the rows of a tile have the same blocks");
   static_assert(!kSpec.blocks || kCluster == 1 && kTeams == 1, "one warp takes the runs of a block");
   static_assert(!kSpec.varlen || !kSpec.packed && kCluster == 1, "the rows of a box belong to one sequence and head");
-  static_assert(!kSpec.steady || !kSpec.blocks && !kSpec.varlen && !kSpec.dropout, "its rows see a band of keys");
+  static_assert(!kSpec.steady || !kSpec.dropout && kSpec.mask <= kSpec.blocks, "some tiles are seen in full");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
@@ -121,7 +121,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       prefetch_map(p.q), prefetch_map(p.k), prefetch_map(p.v);
       const int q_bytes = kSpec.packed ? panels(kDim) * queries * s.group * kRowBytes : kQBytes;
       for (uint32 run; works.left(); runs.deal(works, run)) {
-        run = runs.draw(p.taken);
+        run = runs.draw(p.taken + kSpec.only_if);
         const Work& work = works.work;
         const Where place = find_place();
         const Range tiles = tiles_of(band_in(band, place), work.tile * block_q, block_q, kBlockK);
@@ -356,7 +356,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         if (keys.first == keys.last && p.sink.data == nullptr) inverse[half] = 1 / T::unpack(T::pack(total, 0.f)).x;
       }
       if constexpr (kSpec.steady)
-        wrong |= query < min(first_query + queries, s.seqlen_q) &
+        wrong |= query < min(first_query + queries, sizes_in(s, place).seqlen_q) &
                  !(softmax.holds(0, half, exponent_log2, p.sink.of(head)) & out[0].finite(half));
       if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
       if (p.lse.data != nullptr && lane_index() % 4 == 0 &&
@@ -437,13 +437,22 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       if (before > 0) skip(1);
       weigh(place, first_tile, true, in_part);
       round_weights();
+      const auto in_full = [&](int tile) {  // all rows see all of its keys
+        return tile * kBlockK >= seen_by_all.first && (tile + 1) * kBlockK - 1 <= seen_by_all.last &&
+               !(kSpec.mask && shown.in_part(tile));
+      };
+      bool settled = kSpec.blocks && in_full(first_tile);  // one of those before was
 #pragma unroll 1
       for (int tile = shown.down(first_tile - 1, own.first); tile >= own.first;
            tile = shown.down(tile - 1, own.first)) {
-        if constexpr (kSpec.steady) {  // the same by the sums: all rows see this tile and the one before in full
+        if constexpr (kSpec.steady) {  // the same by the sums: all rows see this tile in full, and saw another one
           const int first_full = (seen_by_all.first + kBlockK - 1) / kBlockK;
+          const auto steadily = [&] {
+            if constexpr (kSpec.blocks) return settled && tile >= own.first && in_full(tile);
+            return tile >= first_full && (tile + 2) * kBlockK - 1 <= seen_by_all.last;
+          };
 #pragma unroll 1
-          for (; tile >= first_full && (tile + 2) * kBlockK - 1 <= seen_by_all.last; --tile) {
+          for (; steadily(); tile = shown.down(tile - 1, own.first)) {
             ring.wait();
             turns.wait();
             issue_scores();
@@ -479,6 +488,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         ring.advance(2);
         round_weights();
         if (raised) out[0].scale_rows(factor[0], factor[1]);
+        if constexpr (kSpec.blocks) settled |= in_full(tile);
       }
       if (after > 0) turns.wait(), turns.pass_on(), skip(1);
       ring.wait();
