@@ -171,7 +171,9 @@ HOPPER_FORWARD_ALL = {128: ((96, 1, 1, 2, 4, 5),) * 4}  # and with these, softca
 # Of the speed without (H200, bfloat16, 8192): 128: bias 0.76, shared by heads 0.72, one row for all 0.78; 64, which
 # loses its third group: 0.50, 0.54, 0.57. One item a row, which is portable: 0.22.
 # A mask comes as words, a bit for each score, from memory to registers: 1.4 instructions a score, no shared memory, the
-# tilings of kernels without one. In tiles of bytes, with 3 instructions: 128: 0.85, 64: 0.60. The words: not timed yet.
+# tilings of kernels without one; and before, each time, in bytes to what makes the words: 2.2 TB/s. In tiles of bytes
+# it took 3 instructions. 8192, of the speed without, as words and, in the same call, as bytes: 128: 0.78 and 0.77, 64:
+# 0.78 and 0.57; a mask of its own for every head and batch, 128: 0.53 and 0.75.
 # Tried: three warpgroups at 64 and 96 spill with packed or narrow rows and with a changed score.
 HOPPER_FORWARD_LOGITS = {
     64: ((128, 1, 1, 2, 4, 6),),
@@ -201,10 +203,10 @@ SHORT = 1024
 # 317 instead of 404 before the sums were watched: without 62 maxima, two votes and what they decide. In one loop with
 # the other way the exponentials all came before the wait for P V; see above. Speed beside the maximum in the same run
 # (H200, bfloat16, samples of 30 ms), lengths 1024 / 4096 / 16384, full then causal; float16 is within 0.02 of it:
+#    64: 1.02 1.06 1.10, 1.01 1.03 1.06   128: 1.00 1.11 1.14, 0.96 1.07 1.12   256: 0.96 0.97 0.99, 0.92 0.97 0.99
+# The sums watched before the wait for P V, so that all exponentials were, too, on another GPU:
 #    64: 1.02 1.05 1.05, 1.01 1.03 1.04   128: 1.01 1.09 1.11, 0.95 1.05 1.10   256: 0.95 0.99 1.00, 0.95 0.97 0.99
-# with the sums watched before the wait for P V, so that all exponentials were, too. A maximum that never moved, the
-# flag set from sums of 2^64 on, was right for bfloat16 alone; on another GPU it had
-#    64: 1.02 1.05 1.08, 1.02 1.04 1.05   128: 1.06 1.15 1.17, 0.99 1.10 1.16
+# With block masks, and in packed sequences, it was not timed.
 STEADY = 128  # head_dim up to which it is used,
 STEADY_KEYS = 2048  # keys that a row may see from which on,
 STEADY_SCORES = 1 << 28  # and scores of the whole call,
@@ -285,8 +287,9 @@ BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 # read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
 # where a bias up to 64 columns, or beside a mask, splits the backward, which then reads it twice. With a
 # bias its gradient was timed, too: see the table in the README.
-# A mask comes as words beside lse and delta, a bit for each score: 1.3 instructions a score. Not timed yet; in tiles of
-# bytes, which split the backward, 0.55.
+# A mask comes as words beside lse and delta, a bit for each score: 1.3 instructions a score. 8192, of the speed without,
+# and in tiles of bytes, which split the backward: 128: 0.97 and 0.49, 64: 0.94 and 0.36; a mask of its own for every
+# head and batch, 128: 0.79 and 0.49.
 # Tried: 64, with one slot of keys: spills 16 bytes for a bias; tiles of a mask: 56, and at 128 up to 20 with ALiBi
 HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
