@@ -287,9 +287,9 @@ BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 # read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
 # where a bias up to 64 columns, or beside a mask, splits the backward, which then reads it twice. With a
 # bias its gradient was timed, too: see the table in the README.
-# A mask comes as words beside lse and delta, a bit for each score: 1.3 instructions a score. 8192, of the speed without,
-# and in tiles of bytes, which split the backward: 128: 0.97 and 0.49, 64: 0.94 and 0.36; a mask of its own for every
-# head and batch, 128: 0.79 and 0.49.
+# A mask comes as words beside lse and delta, a bit for each score: 1.3 instructions a score. 8192, of the speed
+# without, and in tiles of bytes, which split the backward: 128: 0.97 and 0.49, 64: 0.94 and 0.36; a mask of its own for
+# every head and batch, 128: 0.79 and 0.49.
 # Tried: 64, with one slot of keys: spills 16 bytes for a bias; tiles of a mask: 56, and at 128 up to 20 with ALiBi
 HOPPER_BACKWARD = {64: (128, 2, 2, 2), 128: (64, 2, 2, 1)}
 SPLIT = 512  # keys up to which two kernels are faster at 128
