@@ -1,7 +1,6 @@
 """Backends as fixtures, the tests that need a GPU, and the record of their run."""
 
 import datetime
-import importlib
 import json
 import os
 import platform
@@ -65,8 +64,8 @@ def steady(monkeypatch):
     def set_keys(count):
         monkeypatch.setattr(choose, "STEADY_KEYS", count)
         monkeypatch.setattr(choose, "STEADY_SCORES", 1)
-        for name in () if NO_CUDA else ("launch", "launch_varlen"):
-            monkeypatch.setattr(importlib.import_module(f"cupyflash.{name}"), "_plans", {})
+        if not NO_CUDA:
+            monkeypatch.setattr("cupyflash.launch._plans", {})
 
     set_keys(1)
     return lambda wanted: set_keys(1 if wanted else 1 << 40)
