@@ -55,6 +55,7 @@ backend_bfloat16 = backend_fixture("backend_bfloat16", "Every backend in bfloat1
 cuda = backend_fixture("cuda", "The GPU.", "cuda-bfloat16")
 precise = backend_fixture("precise", "The GPU in float32 and float64.", "cuda-float32", "cuda-float64")
 halves = backend_fixture("halves", "Hopper in float32.", "sm90-float32")
+hopper16 = backend_fixture("hopper16", "Hopper in 16 bits.", "sm90-bfloat16", "sm90-float16")
 
 
 @pytest.fixture

@@ -178,14 +178,14 @@ def test_in_part(backend16, head_dim, dropout):
 
 @pytest.mark.parametrize("element_mask", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_sums_in_place_of_maxima(backend16, steady, head_dim, element_mask):
+def test_sums_in_place_of_maxima(hopper16, steady, head_dim, element_mask):
     """In blocks that are seen in full; and where that fails all is computed again, with runs dealt anew."""
-    x = case(backend16, 900, 1000, head_dim=head_dim, heads_q=4, heads_k=2, batch=2)
-    shown, full = blocks(backend16, (2, 4, 8, 8), 1, 0.7), blocks(backend16, (2, 4, 8, 8), 2, 0.6)
-    more = {"full": full, "mask": mask_of(backend16, (1, 1, 900, 1000))} if element_mask else {}
+    x = case(hopper16, 900, 1000, head_dim=head_dim, heads_q=4, heads_k=2, batch=2)
+    shown, full = blocks(hopper16, (2, 4, 8, 8), 1, 0.7), blocks(hopper16, (2, 4, 8, 8), 2, 0.6)
+    more = {"full": full, "mask": mask_of(hopper16, (1, 1, 900, 1000))} if element_mask else {}
     given = cupyflash.BlockMask(shown, **more)
     for options in ({}, {"causal": True}, {"window": (500, 200)}):
-        check_all(backend16, x, block_mask=given, **options)
+        check_all(hopper16, x, block_mask=given, **options)
     x.q[1, 700, 2, 5] = np.inf
     results = []
     for wanted in (True, False):
