@@ -13,6 +13,11 @@ from pathlib import Path
 # above all beside the other processes of pytest-xdist.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory
+# Of several GPUs, the processes of pytest-xdist, gw0 and so on, have another one first.
+WORKER, GPUS = os.environ.get("PYTEST_XDIST_WORKER"), len(list(Path("/dev").glob("nvidia[0-9]*")))
+if WORKER and GPUS > 1:
+    turned = (str((int(WORKER.removeprefix("gw")) + i) % GPUS) for i in range(GPUS))
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(turned))
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
