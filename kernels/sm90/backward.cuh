@@ -153,9 +153,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     const Job& job = tiles.job(ahead);
     flags_before = flags, part_before = part();
     flags = job.flags, block = job.block, blocks = job.blocks;
-    if constexpr (kSpec.mask)
+    if constexpr (kSpec.mask) {
 #pragma unroll
       for (int part = 0; part < kBlockQ / 64; ++part) shown.words[part] = tiles.word(shared, group, part, ahead);
+    }
   };
   const auto read_lse = [&](int ahead, int first, int end) {
 #pragma unroll
