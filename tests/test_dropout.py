@@ -63,8 +63,8 @@ def test_known_answers(counter, key, rounds, expected):
 
 def keys():
     """The keys of the kernels, as C++."""
-    pairs = ", ".join(f"{{{left}u, {right}u}}" for left, right in round_keys(KEY[0] | KEY[1] << 32))
-    return f"constexpr uint2 keys[] = {{{pairs}}};"
+    words = ", ".join(f"{left | right << 32}u" for left, right in round_keys(KEY[0] | KEY[1] << 32))
+    return f"constexpr cupyflash::uint64 keys[] = {{{words}}};"
 
 
 @needs_nvrtc

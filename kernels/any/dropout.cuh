@@ -19,13 +19,13 @@ namespace cupyflash {
 struct Philox {
   uint32 x[4];
 
-  __device__ __forceinline__ constexpr Philox(uint32 a, uint32 b, uint32 c, uint32 d, const uint2* keys)
+  __device__ __forceinline__ constexpr Philox(uint32 a, uint32 b, uint32 c, uint32 d, const uint64* keys)
       : x{a, b, c, d} {
 #pragma unroll
     for (int round = 0; round < Dropout::kRounds; ++round) {
       const uint32 first = x[0], third = x[2];
-      x[0] = upper(third, 0xCD9E8D57u) ^ x[1] ^ keys[round].x, x[1] = third * 0xCD9E8D57u;
-      x[2] = upper(first, 0xD2511F53u) ^ x[3] ^ keys[round].y, x[3] = first * 0xD2511F53u;
+      x[0] = upper(third, 0xCD9E8D57u) ^ x[1] ^ uint32(keys[round]), x[1] = third * 0xCD9E8D57u;
+      x[2] = upper(first, 0xD2511F53u) ^ x[3] ^ uint32(keys[round] >> 32), x[3] = first * 0xD2511F53u;
     }
   }
 
