@@ -828,7 +828,7 @@ def test_serialised_products_are_seen(kernels):
     """Scores that are read while their product is on its way make the compiler wait after each product."""
     path = kernels / "sm90" / "forward.cuh"
     text = path.read_text()
-    assert text.count("wgmma_wait<1>();") == 1
+    assert text.count("wgmma_wait<1>();") == 2  # that of sums in place of maxima, which is not compiled, too
     path.write_text(text.replace("wgmma_wait<1>();", ""))
     (remark,) = compiler.compile_offline(hopper_forward(), "sm_90").remarks
     assert remark.startswith("(C7514)") and "serialized" in remark and "\n" not in remark

@@ -436,6 +436,8 @@ def yardstick(
     results["lse"] = (expected_lse, 2 * _largest(xp, expected_lse - lse) + 8 * work_eps * (1 + steepest))
     if dout is None:
         return results
+    if dtype.name == "float32":  # a backward that makes weights again reads lse, rounded: an error of whole rows
+        slack += _largest(xp, expected_lse) / 2
 
     gradients = reference.attention_backward(dout, q, k, v, expected, expected_lse, dlse=dlse, **options)
     do = heads_first(dout).astype(work)

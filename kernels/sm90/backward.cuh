@@ -71,7 +71,8 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 
   take_registers<kSpec.registers()>();
   const Change change = {p.score, s};
-  const int group = role - 1;
+  // Found anew where NVRTC 13.5 has no register for the role until then.
+  const int group = (kSpec.mask && kSpec.blocks ? same_in_warp(opaque(threadIdx.x) / 128) : role) - 1;
   const auto warp_row = [] { return int(opaque(threadIdx.x) / 32 % 4 * 16); };
   const auto turns = [&] {  // with dropout, no register is left for the group
     return Turns<kGroups>{kSpec.dropout ? int(opaque(threadIdx.x) / 128) - 1 : group, 1};
@@ -88,9 +89,11 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   uint32 block = 0, part_before = kNone;  // of dq_sum, where this warp adds
   float4 lse[kBlockQ / 16];
   ShownBits<kBlockQ> shown;
-  // The narrow stores, and softcap with a bias, have no registers left for lse. The narrow stores, and softcap with
-  // ALiBi, have none for delta beside dropout; nor have 128 queries with softcap or dropout.
-  constexpr bool kReadsAhead = kSpec.access == 16 && !(kSpec.softcap && TileLogits::kAny);
+  // The narrow stores, and softcap with a bias, have no registers left for lse; nor, where the compiler is NVRTC 13.5,
+  // has a mask with 128 queries or softcap. The narrow stores, and softcap with ALiBi, have none for delta beside
+  // dropout; nor have 128 queries with softcap or dropout.
+  constexpr bool kReadsAhead =
+      kSpec.access == 16 && !(kSpec.softcap && TileLogits::kAny) && !(kSpec.mask && (kBlockQ == 128 || kSpec.softcap));
   constexpr int kPart = kSpec.access == 16 && !(Change::kDerived && kSpec.alibi) ? 2 : 1;
   constexpr bool kDeltaAhead = kBlockQ == 128 ? !(Change::kDerived || kSpec.dropout) : kPart == 2 || !kSpec.dropout;
   // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
