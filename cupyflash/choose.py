@@ -511,7 +511,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
 
 def steady(problem: Problem) -> bool:
-    """Whether Hopper's forward is computed with maxima that stay, see `STEADY`."""
+    """Whether Hopper's forward follows sums in place of maxima, see `STEADY`."""
     # Without blocks, no tile of a mask is known to be seen in full.
     if problem.bias or (problem.mask and not problem.blocks) or any(_change(problem)) or problem.mods or problem.varlen:
         return False
@@ -523,7 +523,7 @@ def steady(problem: Problem) -> bool:
 
 
 def steadily(main: Variant) -> tuple[Variant, Variant]:
-    """Return the kernel whose maxima stay, and `main` as it runs behind: only if the flag is set."""
+    """Return the kernel that follows sums, and `main` as it runs behind: only if the flag is set."""
     return tuple(replace(main, spec=replace(main.spec, **{name: True})) for name in ("steady", "only_if"))
 
 

@@ -71,8 +71,8 @@ struct OnlineSoftmax {
     for (int t = 0; t < kRowTiles; ++t) full |= fmaxf(sum[t][0], sum[t][1]) > kFull;
     return __any_sync(kFullWarp, full);
   }
-  // Weights and sums, whose rows are beyond kFull, in the unit of a higher top: by a power of two, so that weights
-  // which were rounded exactly are it again.
+  // Weights and sums, whose rows are beyond kFull, in the unit of a higher top: by a power of two, as far as float32
+  // has it, so that weights which were rounded exactly are it again.
   template <int kCols, class Rescale>
   __device__ __forceinline__ void lower(Accumulator<kCols> (&weights)[kRowTiles], float scale_log2, Rescale rescale) {
     float factor[kRowTiles][2];
