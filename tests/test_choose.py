@@ -525,6 +525,8 @@ STEADY = replace(problem(64), batch=4, seqlen_q=4096, seqlen_k=4096, heads_q=8, 
         (True, {"blocks": True, "mask": True}),
         (False, {"blocks": True, "bias": "bfloat16"}),
         (False, {"varlen": "lower_right"}),
+        (False, {"varlen": "lower_right", "seqlen_q": 65536, "seqlen_k": 65536, "batch": 65}),
+        (True, {"varlen": "lower_right", "seqlen_q": 65536, "seqlen_k": 65536, "batch": 64}),
         (False, {"mods": Mods()}),
     ],
 )

@@ -61,8 +61,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
                 "the rows of a tile have the same blocks");
   static_assert(!kSpec.blocks || kCluster == 1 && kTeams == 1, "one warp takes the runs of a block");
   static_assert(!kSpec.varlen || !kSpec.packed && kCluster == 1, "the rows of a box belong to one sequence and head");
-  static_assert(!kSpec.steady || !kSpec.varlen && !kSpec.dropout && kSpec.mask <= kSpec.blocks,
-                "some are seen in full");
+  static_assert(!kSpec.steady || !kSpec.dropout && kSpec.mask <= kSpec.blocks, "some tiles are seen in full");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
