@@ -512,8 +512,13 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
 def steady(problem: Problem) -> bool:
     """Whether Hopper's forward follows sums in place of maxima, see `STEADY`."""
-    # Without blocks, no tile of a mask is known to be seen in full.
-    if problem.bias or (problem.mask and not problem.blocks) or any(_change(problem)) or problem.mods:
+    changed = any(_change(problem)) or problem.mods
+    # Without blocks, no tile of a mask is known to be seen in full, and none of a function's.
+    if problem.bias or _bounded(problem) or (problem.mods and problem.mods.mask):
+        return False
+    if changed if problem.blocks else problem.mask:
+        return False
+    if problem.softcap is not None and max(problem.head_dim, problem.head_dim_v) <= 64:  # registers
         return False
     if max(problem.head_dim, problem.head_dim_v) > STEADY or problem.scale < LEAST_SCALE:
         return False
