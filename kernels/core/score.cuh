@@ -45,6 +45,7 @@ struct NoMods {  // no functions of the user: any/mods.cuh
 template <bool kSoftcap, bool kAlibi, bool kBias = false, class Mods = NoMods>
 struct ScoreChange {
   static constexpr bool kModded = Mods::kScore || Mods::kMask;
+  static constexpr bool kOnlyMask = Mods::kMask && !Mods::kScore;
   static constexpr bool kNatural = Mods::kScore;  // a ScoreMod gets natural logits, and leaves them
   static constexpr bool kAny = kSoftcap || kAlibi || kBias || kModded;
   static constexpr bool kDerived = kSoftcap || Mods::kScore;  // the derivative is not 1
@@ -155,7 +156,9 @@ struct ScoreChange {
   template <int kPart = 2, int kCols, class Places, class Bias>
   __device__ __forceinline__ void apply_mods(Accumulator<kCols>& x, const Slant& slant, const Mods& mods,
                                              const Places& places, Bias bias) const {
-    if (places.inside)
+    if (kOnlyMask && places.whole)
+      Plain{score, sizes}.template apply<2>(x, slant, bias);
+    else if (places.inside)
       apply_at<true, kPart>(x, slant, mods, places, bias);
     else
       apply_at<false, kPart>(x, slant, mods, places, bias);
@@ -164,7 +167,10 @@ struct ScoreChange {
   template <class T, bool kTight, int kPart = 2, int kCols, class Places, class Bias, class Lse>
   __device__ __forceinline__ void weigh_mods(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
                                              const Mods& mods, const Places& places, Bias bias, Lse minus_lse) const {
-    if (places.inside)
+    if (kOnlyMask && places.whole)
+      Plain{score, sizes}.template weigh<T, kTight, kPart>(x, rounded, slant,
+                                                           [&](int j, int i) { return bias(j, i) + minus_lse(j, i); });
+    else if (places.inside)
       weigh_at<true, T, kTight, kPart>(x, rounded, slant, mods, places, bias, minus_lse);
     else
       weigh_at<false, T, kTight, kPart>(x, rounded, slant, mods, places, bias, minus_lse);
@@ -179,7 +185,7 @@ struct ScoreChange {
       places.col = opaque(places.col);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const auto y = changed(mods, x.x[j][i], 1.f, places.template at<false>(j, i));
+        const auto y = changed(mods, x.x[j][i], 1.f, places.template at<false>(j, i), places.whole);
         const float p = exp2f(in_base_2(y.value, minus_lse(i)));
         x.x[j][i] = p == 0.f ? 0.f : p * y.tangent;
       }
@@ -211,6 +217,8 @@ struct ScoreChange {
   }
 
  private:
+  using Plain = ScoreChange<kSoftcap, kAlibi, kBias>;  // where no function is asked
+
   // What functions of the user left, minus the lse.
   __device__ __forceinline__ static float in_base_2(float value, float minus_lse) {
     return kNatural ? logit_minus_lse(value, -minus_lse) : value + minus_lse;
@@ -225,7 +233,7 @@ struct ScoreChange {
     each<kPart>(x, slant, bias, [&](int j, const float (&logit)[4], const float (&)[4]) {
       if (j % kPart == 0) places.col = opaque(places.col);  // what the function reads there is not read ahead of all
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x.x[j][i] = changed(mods, logit[i], places.template at<kInside>(j, i));
+      for (int i = 0; i < 4; ++i) x.x[j][i] = changed(mods, logit[i], places.template at<kInside>(j, i), places.whole);
     });
   }
   // A weight of 0 has no gradient, whatever the derivative is there.
@@ -238,7 +246,7 @@ struct ScoreChange {
       float tangent[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const auto y = changed(mods, logit[i], derivative[i], places.template at<kInside>(j, i));
+        const auto y = changed(mods, logit[i], derivative[i], places.template at<kInside>(j, i), places.whole);
         p[i] = exp2f(in_base_2(y.value, minus_lse(j, i))), tangent[i] = y.tangent;
       }
       if constexpr (kDerived) {

@@ -297,7 +297,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     if constexpr (Change::kModded) {
       auto places = mod::Places<Rows::kQueries, kBlockK>::from(
           s, works.work.batch, first_key, [&](int half) { return head[half]; }, [&](int half) { return query[half]; });
-      places.inside = !first;
+      places.inside = !first, places.whole = kSpec.blocks && !in_part;
       change.template apply_mods<(Mods::kReads ? kPart : kBlockK / 8)>(scores[0], slant(), p.mods, places,
                                                                        [](int, int) { return 0.f; });
     } else if constexpr (Change::kAny) {
