@@ -429,12 +429,15 @@ ONE = np.ones((1, 1), bool)
         ((ONE, (128,)), TypeError, "block_size is"),
         ((ONE, 128.0), TypeError, "block_size is 128.0"),
         ((ONE, True), TypeError, "block_size is True"),
-        ((ONE, 128, ONE), ValueError, "full is given without a mask"),
-        (
-            (ONE, 128, np.ones((2, 2), bool), ONE),
-            ValueError,
-            r"full has shape \(2, 2\); allowed: what broadcasts to \(1, 1\)",
+        *(
+            (
+                (ONE, 128, np.ones((2, 2), bool), *mask),
+                ValueError,
+                r"full has shape \(2, 2\); allowed: what broadcasts to \(1, 1\)",
+            )
+            for mask in ((), (ONE,))
         ),
+        ((ONE, 128, np.ones((1, 1))), TypeError, "full has dtype float64; allowed: bool"),
         ((ONE, 128, None, np.ones(3)), TypeError, "mask has dtype float64"),
         ((ONE, 128, None, np.ones((1,) * 5, bool)), ValueError, "mask has shape"),
     ],
@@ -459,6 +462,8 @@ def test_wrong_sources():
             cupyflash.BlockMask.from_function(function, 1, 1, 200, 200)
     with pytest.raises(TypeError, match="xp is"):
         cupyflash.BlockMask.from_function(lambda b, h, i, j: i >= j, 1, 1, 2, 2, xp=math)
+    with pytest.raises(TypeError, match="elements is 1"):
+        cupyflash.BlockMask.from_function(lambda b, h, i, j: i >= j, 1, 1, 2, 2, elements=1)
     with pytest.raises(ValueError, match="seqlen_q is -1"):
         cupyflash.BlockMask.from_function(lambda b, h, i, j: i >= j, 1, 1, -1, 2)
 

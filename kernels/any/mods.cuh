@@ -153,7 +153,7 @@ struct Places {
 
 // What takes the place of a score; `whole` is that of `Places`.
 template <class Number, class Mods>
-__device__ __forceinline__ Number changed(const Mods& mods, Number x, const Element& at, bool whole) {
+__device__ __forceinline__ Number changed(const Mods& mods, Number x, const Element& at, bool whole = false) {
   if constexpr (Mods::kScore) x = mods.score(x, at);
   if constexpr (Mods::kMask)
     if (!(whole | mods.visible(at))) x = Number(-kInfinity);  // | : a branch for each score would cost more
@@ -161,7 +161,8 @@ __device__ __forceinline__ Number changed(const Mods& mods, Number x, const Elem
 }
 // And the derivative, where that of the score is `tangent`.
 template <class Mods>
-__device__ __forceinline__ Dual changed(const Mods& mods, float x, float tangent, const Element& at, bool whole) {
+__device__ __forceinline__ Dual changed(const Mods& mods, float x, float tangent, const Element& at,
+                                        bool whole = false) {
   return changed(mods, Dual{x, tangent}, at, whole);
 }
 

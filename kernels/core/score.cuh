@@ -42,10 +42,20 @@ struct NoMods {  // no functions of the user: any/mods.cuh
   static constexpr bool kScore = false, kMask = false;
 };
 
+template <class Mods>
+struct ScoreOf {  // without the MaskMod
+  static constexpr bool kScore = Mods::kScore, kMask = false;
+  const Mods& mods;
+
+  template <class Number, class Element>
+  __device__ __forceinline__ Number score(Number x, const Element& at) const {
+    return mods.score(x, at);
+  }
+};
+
 template <bool kSoftcap, bool kAlibi, bool kBias = false, class Mods = NoMods>
 struct ScoreChange {
   static constexpr bool kModded = Mods::kScore || Mods::kMask;
-  static constexpr bool kOnlyMask = Mods::kMask && !Mods::kScore;
   static constexpr bool kNatural = Mods::kScore;  // a ScoreMod gets natural logits, and leaves them
   static constexpr bool kAny = kSoftcap || kAlibi || kBias || kModded;
   static constexpr bool kDerived = kSoftcap || Mods::kScore;  // the derivative is not 1
@@ -156,9 +166,14 @@ struct ScoreChange {
   template <int kPart = 2, int kCols, class Places, class Bias>
   __device__ __forceinline__ void apply_mods(Accumulator<kCols>& x, const Slant& slant, const Mods& mods,
                                              const Places& places, Bias bias) const {
-    if (kOnlyMask && places.whole)
-      Plain{score, sizes}.template apply<2>(x, slant, bias);
-    else if (places.inside)
+    if constexpr (Mods::kMask)
+      if (places.whole) {
+        if constexpr (Mods::kScore)
+          return Whole{score, sizes}.template apply_mods<kPart>(x, slant, {mods}, places, bias);
+        else
+          return Plain{score, sizes}.template apply<2>(x, slant, bias);
+      }
+    if (places.inside)
       apply_at<true, kPart>(x, slant, mods, places, bias);
     else
       apply_at<false, kPart>(x, slant, mods, places, bias);
@@ -167,10 +182,16 @@ struct ScoreChange {
   template <class T, bool kTight, int kPart = 2, int kCols, class Places, class Bias, class Lse>
   __device__ __forceinline__ void weigh_mods(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
                                              const Mods& mods, const Places& places, Bias bias, Lse minus_lse) const {
-    if (kOnlyMask && places.whole)
-      Plain{score, sizes}.template weigh<T, kTight, kPart>(x, rounded, slant,
-                                                           [&](int j, int i) { return bias(j, i) + minus_lse(j, i); });
-    else if (places.inside)
+    if constexpr (Mods::kMask)
+      if (places.whole) {
+        if constexpr (Mods::kScore)
+          return Whole{score, sizes}.template weigh_mods<T, kTight, kPart>(x, rounded, slant, {mods}, places, bias,
+                                                                           minus_lse);
+        else
+          return Plain{score, sizes}.template weigh<T, kTight, kPart>(
+              x, rounded, slant, [&](int j, int i) { return bias(j, i) + minus_lse(j, i); });
+      }
+    if (places.inside)
       weigh_at<true, T, kTight, kPart>(x, rounded, slant, mods, places, bias, minus_lse);
     else
       weigh_at<false, T, kTight, kPart>(x, rounded, slant, mods, places, bias, minus_lse);
@@ -217,7 +238,9 @@ struct ScoreChange {
   }
 
  private:
-  using Plain = ScoreChange<kSoftcap, kAlibi, kBias>;  // where no function is asked
+  // Where a MaskMod is not asked: beside a ScoreMod, and alone.
+  using Whole = ScoreChange<kSoftcap, kAlibi, kBias, ScoreOf<Mods>>;
+  using Plain = ScoreChange<kSoftcap, kAlibi, kBias>;
 
   // What functions of the user left, minus the lse.
   __device__ __forceinline__ static float in_base_2(float value, float minus_lse) {
@@ -233,7 +256,7 @@ struct ScoreChange {
     each<kPart>(x, slant, bias, [&](int j, const float (&logit)[4], const float (&)[4]) {
       if (j % kPart == 0) places.col = opaque(places.col);  // what the function reads there is not read ahead of all
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x.x[j][i] = changed(mods, logit[i], places.template at<kInside>(j, i), places.whole);
+      for (int i = 0; i < 4; ++i) x.x[j][i] = changed(mods, logit[i], places.template at<kInside>(j, i));
     });
   }
   // A weight of 0 has no gradient, whatever the derivative is there.
@@ -246,7 +269,7 @@ struct ScoreChange {
       float tangent[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const auto y = changed(mods, logit[i], derivative[i], places.template at<kInside>(j, i), places.whole);
+        const auto y = changed(mods, logit[i], derivative[i], places.template at<kInside>(j, i));
         p[i] = exp2f(in_base_2(y.value, minus_lse(j, i))), tangent[i] = y.tangent;
       }
       if constexpr (kDerived) {
