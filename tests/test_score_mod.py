@@ -212,8 +212,12 @@ def test_full_blocks(backend16, head_dim, score, visible):
     x = case(backend16, 300, 330, head_dim=head_dim)
     shown, full = full_blocks(backend16, x, heads=HEADS)
     given = cupyflash.BlockMask(shown, full=full)
+    example = VISIBLE[visible]
+    if visible == "documents":
+        doc = np.sort(np.random.default_rng(1).integers(0, 9, (BATCH, 330)))
+        example = replace(example, captures={"doc": doc})
     for options in ({}, {"causal": True}, {"window": (200, 60), **changes(backend16, HEADS)["both"]}):
-        run(backend16, x, score and SCORES[score], VISIBLE[visible], block_mask=given, **options)
+        run(backend16, x, score and SCORES[score], example, block_mask=given, **options)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -247,6 +251,16 @@ def test_full_blocks_alone(backend1):
         cupyflash.attention(*x.qkv, block_mask=cupyflash.BlockMask(shown, **more)) for more in ({}, {"full": full})
     ]
     assert tools.same_bits(*results)
+
+
+def test_the_reference_knows_full_blocks():
+    x = case(tools.Backend("numpy", "float32"), 300, 330)
+    shown, full = (np.random.default_rng(n).random((HEADS, 3, 3)) < 0.6 for n in (1, 2))
+    mod = VISIBLE["dilated"].of(tools.Backend("numpy", "float32"))[0]
+    got = reference.attention(*x.qkv, block_mask=cupyflash.BlockMask(shown, full=full), mask_mod=mod)
+    wide, whole = (a.repeat(128, 1).repeat(128, 2)[:, :300, :330] for a in (shown, full))
+    mask = wide & (whole | mod.function(0, 0, np.arange(300)[:, None], np.arange(330)))
+    assert tools.same_bits(got, reference.attention(*x.qkv, mask=mask))
 
 
 def test_blocks_of_the_same_function(backend1):
@@ -765,16 +779,22 @@ def hopper(given, head_dim, **options):
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "head_dim, score, visible", [(64, "ALiBi", None), (128, "relative bias", "documents"), (256, "ALiBi", None)]
+    "head_dim, score, visible",
+    [(64, "ALiBi", None), (128, "relative bias", "documents"), (256, "ALiBi", None), (128, None, "documents")],
 )
 def test_no_spills(head_dim, score, visible):
     backend = tools.Backend("numpy", "float32")
-    texts = [replace(e, function=e.text).of(backend)[0] if e else None for e in (SCORES[score], VISIBLE.get(visible))]
+    texts = [
+        replace(e, function=e.text).of(backend)[0] if e else None for e in (SCORES.get(score), VISIBLE.get(visible))
+    ]
     given = typed(*texts, backward=True)
     jobs = [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80])]
     mixed = {"bias": "float32", "mask": True, "blocks": True}
     jobs += [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80], **mixed)]
     jobs += [(one, "sm_90") for one in dict.fromkeys(hopper(given, head_dim))]
+    if visible:
+        jobs += [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80], blocks=True)]
+        jobs += [(one, "sm_90") for one in dict.fromkeys(hopper(given, head_dim, blocks=True))]
     with ThreadPoolExecutor(2) as pool:
         for report in pool.map(lambda job: compiler.compile_offline(*job), jobs):
             assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
