@@ -169,10 +169,10 @@ class BlockMask:
         A function that a call is given as well, and asks only where a block is shown in part:
 
         >>> def near(b, h, i, j):
-        ...     return abs(i - j) <= 300
+        ...     return abs(i - j) <= 200
         >>> block_mask = cupyflash.BlockMask.from_function(near, 1, 1, 512, 512, elements=False)
         >>> block_mask
-        BlockMask(shape=(1, 1, 4, 4), block_size=(128, 128), density=0.875, in_part=0.250)
+        BlockMask(shape=(1, 1, 4, 4), block_size=(128, 128), density=0.875, in_part=0.625)
         >>> options = {"mask_mod": cupyflash.MaskMod(near), "block_mask": block_mask}
         >>> q = np.zeros((1, 512, 2, 8), np.float32)
         >>> out = cupyflash.attention(q, q, q, **options)
