@@ -104,6 +104,12 @@ def touched(document):
     return (first[:, None] <= last) & (first <= last[:, None])
 
 
+def full(document):
+    """Blocks in which all are."""
+    first, last = document[::BLOCK], document[BLOCK - 1 :: BLOCK]
+    return (first[:, None] == last) & (first == last[:, None])
+
+
 # Options of cupyflash.
 
 
@@ -129,7 +135,8 @@ def causal(options=lambda size: {}):
 
 def documents_by_function(size):
     document = documents(size)
-    return {"mask_mod": MaskMod(SAME_DOCUMENT, document=document), "block_mask": BlockMask(touched(document))}
+    blocks = BlockMask(touched(document), full=full(document))
+    return {"mask_mod": MaskMod(SAME_DOCUMENT, document=document), "block_mask": blocks}
 
 
 def documents_by_elements(size):

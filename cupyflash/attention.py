@@ -77,8 +77,8 @@ def attention(
     mask : array of bool, optional
         True where a query may see a key; of what other masks hide, it shows nothing. It broadcasts as ``bias``.
     block_mask : BlockMask, optional
-        The blocks of queries and keys that are computed; the others cost nothing. On the device of ``q``. One whose
-        blocks are shown in part does not go with ``mask``.
+        The blocks of queries and keys that are computed; the others cost nothing. On the device of ``q``. One that
+        holds a mask of elements does not go with ``mask``.
     alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
         ALiBi [4]_: a logit loses ``slope`` times the distance of its key from the diagonal, that of
         ``window``: ``slope * abs(i + seqlen_k - seqlen_q - j)``, or ``slope * abs(i - j)`` with
@@ -91,7 +91,8 @@ def attention(
     score_mod : ScoreMod, optional
         A function of yours that changes the logits, after ``bias`` and before the masks.
     mask_mod : MaskMod, optional
-        A function of yours that says whether a query sees a key; of what other masks hide, it shows nothing.
+        A function of yours that says whether a query sees a key; of what other masks hide, it shows nothing. A
+        ``block_mask`` may say in which blocks it need not be asked: ``full`` of `BlockMask`.
     dropout : float, default 0
         Probability with which a weight becomes 0 after the softmax; those that are kept are divided by
         ``1 - dropout`` [6]_. From 0 to ``1 - 2**-32``, of which it is taken as the nearest multiple of

@@ -329,7 +329,11 @@ def _logits(xp, q, k, causal, window, scale, softcap, bias, mask, block_mask, al
     if block_mask is not None:
         seen = seen & _by_head(xp, block_mask.dense(*lengths), before)
     if mask_mod is not None:
-        seen = seen & mask_mod.function(*_places(xp, before), **_captured(xp, mask_mod))
+        shown = mask_mod.function(*_places(xp, before), **_captured(xp, mask_mod))
+        if block_mask is not None:
+            full = xp.asarray(block_mask.elements_for_mod(*lengths))
+            shown = shown | _by_head(xp, full, before)
+        seen = seen & shown
     return xp.where(seen, logits, -math.inf), derivative, before, tangent
 
 

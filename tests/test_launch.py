@@ -835,7 +835,7 @@ def check_bitmaps(call, params):
         if given is None:
             assert (pointer, batch_step, head_step, words) == (0,) * 4
             continue
-        planes = [given.blocks, given.blocks & ~(given.blocks if given.full is None else given.full)]
+        planes = [given.blocks, given.blocks if given.full is None else given.blocks & ~given.full]
         if problem.mask and given.mask is None:
             planes[1] = planes[0]
         by_tile = np.stack([np.kron(plane, np.ones([n // 128 for n in given.block_size], bool)) for plane in planes])

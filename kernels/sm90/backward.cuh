@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     give_registers<kSpec.copying_registers()>();
     if constexpr (kSpec.dropout)
       if (warp_index() >= 4 - Tiles::kDecidingWarps) return decide_tiles<kSpec>(p, tiles, kept_words);
-    if (warp_index() == 0) copy_tiles<kSpec, Change::kModded>(p, tiles);
+    if (warp_index() == 0) copy_tiles<kSpec, Mods>(p, tiles);
     if constexpr (kSpec.deterministic)
       if (threadIdx.x == 32) keep_order<kSpec>(p, tiles);
     if constexpr (TileLogits::kAny)
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       if constexpr (kSpec.varlen) return tiles.key_tile().band().queries(key);
       return Band(s).queries(key);
     };
-    const bool hides_some = kSpec.mask && (!kSpec.blocks || flags & Job::kMasked);
+    const bool hides_some = kSpec.mask && (!kSpec.blocks || flags & Job::kInPart);
     Weights<kBlockQ> weights;
     if constexpr (Change::kAny || TileLogits::kAny) {
       const Slant slant = change.slant(
@@ -213,8 +213,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const auto minus_lse = [&](int j, int i) { return -lse_of(j, i); };
       if constexpr (Change::kModded) {
         const auto& keys = tiles.key_tile();
-        const auto places =
+        auto places =
             mod::Places<Rows::kKeys, kBlockQ>::from(s, keys.batch, head, keys.first_key + first_row, first_query);
+        places.whole = kSpec.blocks && !(flags & Job::kInPart);
         change.template weigh_mods<T, true, kPart>(
             prob, weights, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
       } else if constexpr (kSpec.bias != kNoBias) {

@@ -279,13 +279,13 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + place.diagonal(p.score); },
         [&](int half) { return slope[half]; });
   };
-  // `inside`: all keys of the tile exist. `steadily`: see below.
-  const auto change_scores = [&](const Where& place, int first_key, bool inside, bool steadily) {
+  // `inside`: all keys of the tile exist. `whole`: see mod::Places. `steadily`: see below.
+  const auto change_scores = [&](const Where& place, int first_key, bool inside, bool whole, bool steadily) {
     [[maybe_unused]] constexpr int kPart = kSpec.float32_out ? 1 : 2;
     if constexpr (Change::kModded) {
       auto places = mod::Places<Rows::kQueries, kBlockK>::from(
           s, works.work.batch, first_key, [&](int half) { return head[half]; }, [&](int half) { return query[half]; });
-      places.inside = inside;
+      places.inside = inside, places.whole = whole;
       change.template apply_mods<(Mods::kReads ? kPart : kBlockK / 8)>(scores[0], slant_of(place, first_key), p.mods,
                                                                        places, [](int, int) { return 0.f; });
     } else if constexpr (Change::kAny) {
@@ -309,7 +309,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
         finish_dropping(first_key);
         return false;
       }
-    change_scores(place, first_key, !first, false);
+    change_scores(place, first_key, !first, kSpec.blocks && !in_part, false);
     if (in_part) logits.wait();
     if constexpr (kSpec.bias != kNoBias) {
       auto bias = logits.row_bias(row_of(p.bias));
@@ -347,7 +347,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   // The same of a tile that all rows see in full, where sums take the place of maxima.
   const auto weigh_steadily = [&](const Where& place, int tile) {
     const int first_key = tile * kBlockK;
-    change_scores(place, first_key, true, true);
+    change_scores(place, first_key, true, false, true);
     if constexpr (kRelative)
       softmax.exponentiate_relative(scores, [&] { begin_dropping(first_key); });
     else
