@@ -110,6 +110,7 @@ def attention_backward(
     mask_mod=None,
     dropout=0.0,
     seed=None,
+    bias_gradient=True,
     _first_batch=0,
 ):
     """Gradients of standard attention in float64, from their formulas.
@@ -128,6 +129,8 @@ def attention_backward(
         What `attention` returned for them.
     dlse : ndarray, optional
         Gradient of `lse`.
+    bias_gradient : bool, default True
+        As in `cupyflash.attention_backward`.
 
     Returns
     -------
@@ -157,7 +160,7 @@ def attention_backward(
             dscore_mod = {name: xp.zeros(captured[name].shape) for name in score_mod.gradients}
             add_gradients(dscore_mod, score_mod.function, before, _places(xp, before), captured, ds)
         ds = xp.where(p == 0, 0.0, ds * tangent)
-    dbias = None if bias is None else _summed(ds.reshape(by_head), bias.shape)
+    dbias = None if bias is None or not bias_gradient else _summed(ds.reshape(by_head), bias.shape)
     ds = derivative * ds
     dq = scale * ds @ k
     dk = scale * ds.swapaxes(-1, -2) @ q

@@ -1065,6 +1065,29 @@ def test_options_compute_what_flex_attention_does(options, monkeypatch, tmp_path
     assert "has gpu some GPU, this run another GPU; allowed: the same" in capsys.readouterr().err
 
 
+def test_a_constant_bias_has_no_gradient(options, monkeypatch):
+    """In neither library, and in both the same bias as where it has one."""
+    for shape in ("HxSxS", "SxS", "S"):
+        row, constant = (options.ROWS[f"{kind} {shape}"] for kind in ("bias", "constant bias"))
+        *same, dbias = options.ours(row.options(row.size), row.size)[1]
+        got = options.ours(constant.options(row.size), row.size)[1]
+        assert len(got) == 4 and all((x == y).all() for x, y in zip(got, same, strict=True))
+        assert dbias.shape == row.options(row.size)["bias"].shape
+
+    differentiated = []
+
+    def pair(function, *arrays):
+        differentiated.append(len(arrays) - 1)
+        return options.Pair(lambda: function(*arrays[:-1]), list, options.synchronize)
+
+    monkeypatch.setattr(options, "torch_pair", pair)
+    options.flex.cache_clear()
+    rows = [options.ROWS[name] for name in ("softcap", "bias SxS", "constant bias SxS")]
+    outs = [options.flex(row.flex, row.size)[1][0] for row in rows]
+    assert differentiated == [3, 4, 3] and (outs[1] == outs[2]).all() and (outs[0] != outs[1]).any()
+    options.flex.cache_clear()
+
+
 def test_options_that_are_none(options, capsys):
     assert code_of(options.main, ["--only", "softcap,nothing"]) == 2
     assert "there is no row 'nothing'; allowed: none, softcap, " in capsys.readouterr().err

@@ -360,18 +360,17 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     return call
 
 
-def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=False, **layouts):
+def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=False, bias_gradient=True, **layouts):
     """Call; what was launched is as it must be."""
     names = ("dout", "q", "k", "v", "out", "lse", *(("dlse",) if dlse else ()))
     problem, arrays, keywords = prepared(shape, options, names, float32_out, layouts)
     gpu.launched.clear()
-    got = cupyflash.attention_backward(
-        *(arrays[name] for name in names[:6]), dlse=arrays.get("dlse"), deterministic=deterministic, **keywords
-    )
+    keywords |= {"bias_gradient": bias_gradient, "deterministic": deterministic}
+    got = cupyflash.attention_backward(*(arrays[name] for name in names[:6]), dlse=arrays.get("dlse"), **keywords)
     arrays |= tools.named(got)
     assert ("dsink" in arrays) == ("sink" in arrays)
     main = ("backward",)
-    assert ("dbias" in arrays) == ("bias" in arrays)
+    assert ("dbias" in arrays) == ("bias" in arrays and bias_gradient)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
     tiled = ("bias", "mask") if choose.split(problem, deterministic) else ("bias",)
     copied = copied and all(readable(x) for name, x in of_logits(problem, arrays).items() if name in tiled)
@@ -444,17 +443,17 @@ def check(gpu, call):
 
 
 def kernels_of_dbias(call):
-    """None where that of dq writes it: no sums, nor the derivative of softcap."""
+    """None where it is not wanted, or that of dq writes it: no sums, nor the derivative of softcap."""
     problem, on_hopper = call.problem, call.main[0].startswith("hopper")
     wide = max(problem.head_dim, problem.head_dim_v) > 128
-    if not problem.bias or stores_dbias(call):
+    if "dbias" not in call.arrays or stores_dbias(call):
         return []
     return ["hopper_bias_gradient" if on_hopper and not wide else "bias_gradient"]
 
 
 def stores_dbias(call):
     problem = call.problem
-    if "hopper_queries" not in call.main or not problem.bias or problem.softcap is not None:
+    if "hopper_queries" not in call.main or "dbias" not in call.arrays or problem.softcap is not None:
         return False
     logits = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     wide = max(problem.head_dim, problem.head_dim_v) > 128
@@ -704,7 +703,7 @@ def check_params(call, params):
         if name in names and params.dtype[name] == structs.LOGIT_ARRAY:
             check_array(params[name].item(), given.get(name), name)
     if "dsink" in names:
-        assert problem.bias or params["dbias"].item() == (0,) * 8
+        assert "dbias" in arrays or params["dbias"].item() == (0,) * 8
         assert params["dsink"] == (arrays["dsink"].ctypes.data if problem.sink else 0)
     softcap = problem.softcap
     capped = (0, 0) if softcap is None else (problem.scale / softcap, softcap / math.log(2))
@@ -982,6 +981,45 @@ def test_backward(gpu, shape, options):
         count += len(call.launched)
     assert len(launch._plans) == 4 and len(gpu.built) == count
     backward(gpu, shape, options, float32_out=True)
+
+
+WITH_BIAS = {name: options for name, options in OPTIONS.items() if "bias" in options}
+OF_DBIAS = ("bias_gradient", "hopper_bias_gradient", "add_bias_gradients")
+
+
+@pytest.mark.parametrize("options", WITH_BIAS.values(), ids=WITH_BIAS)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_backward_of_a_constant_bias(gpu, shape, options):
+    """The same without what computes dbias: kernels of its own, and what that of dq does for it."""
+    for deterministic in (False, True):
+        both = [
+            backward(gpu, shape, options, deterministic=deterministic, bias_gradient=given) for given in (True, False)
+        ]
+        variants = [[(one.variant, one.blocks) for one in call.launched] for call in both]
+        kept = [
+            (replace(one, spec=replace(one.spec, dbias=False)) if hasattr(one.spec, "dbias") else one, blocks)
+            for one, blocks in variants[0]
+            if one.template not in OF_DBIAS
+        ]
+        assert variants[1] == kept
+    assert len(launch._plans) == 4
+
+
+PRODUCTS = {"hopper_backward": 5, "hopper_keys": 4, "hopper_queries": 3, "hopper_bias_gradient": 2}
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("bias", [(1, 1, 1, 1), (0, 1, 1, 1), (0, 0, 1, 1), (0, 0, 0, 1)], ids=str)
+@pytest.mark.parametrize("head_dim, seqlen_k, fewest", [(64, 2048, 7), (128, 512, 7), (128, 2048, 5), (192, 2048, 7)])
+def test_products_of_the_backward_with_a_bias(gpu, head_dim, seqlen_k, fewest, bias):
+    """Those of the same kernels without any, but two for dbias, unless that of dq writes it."""
+    shape, counts = Shape(head_dim, head_dim, 2, 300, seqlen_k, 4, 4), []
+    for wanted in (False, True):
+        backward(gpu, shape, {"bias": bias}, bias_gradient=wanted)
+        counts.append(sum(PRODUCTS.get(one.variant.template, 0) for one in gpu.launched))
+    stored = fewest == 7 and all(bias)
+    of_wide_heads = head_dim > 128  # which take the portable kernel for it
+    assert counts == [fewest, fewest + (0 if stored or of_wide_heads else 2)]
 
 
 LOGITS = {  # makers of an array of the shape of the logits, and whether Hopper's copy engine reads tiles of them
