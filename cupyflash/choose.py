@@ -190,6 +190,7 @@ HOPPER_FORWARD_BLOCKS = {
     256: (64, 1, 1, 2, 3, 4),
 }
 # The same for functions of the user that read an array for every score: all reads of a tile are under way together.
+# Beside a block mask, for those that spill with the rows above.
 HOPPER_FORWARD_READS = {
     64: (64, 1, 1, 2, 4, 8),
     96: (64, 1, 1, 2, 4, 6),
@@ -492,7 +493,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         few = (problem.dropout or problem.mask) and sum(_change(problem)) > 1  # registers
         spec = _with_logits(make, row(table)[-1 if few else 0 :], problem.dropout > 0)  # which spills with one at 128
     elif problem.blocks:
-        spec = make(row(HOPPER_FORWARD_BLOCKS))
+        spec = make(row(HOPPER_FORWARD_BLOCKS | (HOPPER_FORWARD_READS if _crowded(problem.mods) else {})))
     elif problem.mods and problem.mods.reads:
         spec = make(row(HOPPER_FORWARD_READS))
     else:
@@ -533,6 +534,11 @@ def steady(problem: Problem) -> bool:
 def steadily(main: Variant) -> tuple[Variant, Variant]:
     """Return the kernel that follows sums, and `main` as it runs behind: only if the flag is set."""
     return tuple(replace(main, spec=replace(main.spec, **{name: True})) for name in ("steady", "only_if"))
+
+
+def _crowded(mods) -> bool:
+    """Whether functions of the user beside a block mask spill with 128 keys: a ScoreMod that reads or has a MaskMod."""
+    return mods is not None and mods.score is not None and (mods.reads or mods.mask is not None)
 
 
 def _with_logits(make, tilings: tuple, prefers_two: bool = False):

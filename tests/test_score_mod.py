@@ -768,19 +768,28 @@ def hopper(given, head_dim, **options):
     for seqlen_k in (100, 2048):
         problem = Problem("bfloat16", 1, 2048, seqlen_k, 4, 2, head_dim, head_dim, 1.0, mods=given, **options)
         if not choose.forward_elsewhere(problem):
-            yield choose.hopper_forward(problem, 16, False)
+            yield (main := choose.hopper_forward(problem, 16, False))
+            if choose.steady(replace(problem, batch=64)):
+                yield choose.steadily(main)[0]
         if choose.backward_elsewhere(problem):
             continue
         if choose.split(problem):
             yield from choose.hopper_split_backward(problem, 16)
         else:
-            yield choose.hopper_backward(problem, 16, False)
+            yield from (choose.hopper_backward(problem, access, False) for access in (16, 2))
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
     "head_dim, score, visible",
-    [(64, "ALiBi", None), (128, "relative bias", "documents"), (256, "ALiBi", None), (128, None, "documents")],
+    [
+        (64, "ALiBi", None),
+        (128, "relative bias", None),
+        (128, "relative bias", "documents"),
+        (256, "ALiBi", None),
+        (128, None, "documents"),
+        (128, None, "prefix"),
+    ],
 )
 def test_no_spills(head_dim, score, visible):
     backend = tools.Backend("numpy", "float32")
@@ -791,10 +800,10 @@ def test_no_spills(head_dim, score, visible):
     jobs = [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80])]
     mixed = {"bias": "float32", "mask": True, "blocks": True}
     jobs += [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80], **mixed)]
-    jobs += [(one, "sm_90") for one in dict.fromkeys(hopper(given, head_dim))]
+    for options in ({}, {"blocks": True}):
+        jobs += [(one, "sm_90") for one in dict.fromkeys(hopper(given, head_dim, **options))]
     if score is None:  # beside a function that reads as much as a table, the forward spills
         jobs += [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80], blocks=True)]
-        jobs += [(one, "sm_90") for one in dict.fromkeys(hopper(given, head_dim, blocks=True))]
     with ThreadPoolExecutor(2) as pool:
         for report in pool.map(lambda job: compiler.compile_offline(*job), jobs):
             assert report.spill_bytes == 0 and not report.remarks, report.variant.expression
