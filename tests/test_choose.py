@@ -66,6 +66,7 @@ def is_valid_hopper_forward(spec):
     assert spec.q_slots >= spec.groups and spec.slots >= 3
     assert spec.threads == 128 * (spec.teams * spec.groups + 1) and spec.block_q == 64 * spec.cluster * spec.groups
     assert spec.block_k // spec.cluster % 8 == 0, "each block of a cluster copies whole groups of eight rows"
+    assert not spec.blocks or choose.divides_mask_tile(spec.block_q, spec.block_k)
     return spec.head_dim % 16 == 0 and {spec.block_k, spec.head_dim_v} <= wgmma_widths()
 
 

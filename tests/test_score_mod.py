@@ -779,6 +779,19 @@ def hopper(given, head_dim, **options):
             yield from (choose.hopper_backward(problem, access, False) for access in (16, 2))
 
 
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("text, block_k", [("score", 128), ("score + a[i]", 64), (None, 128)])
+def test_tiles_beside_a_block_mask(head_dim, text, block_k):
+    """They divide those of the mask; a MaskMod alone keeps the wide ones."""
+    score = text and ScoreMod(text, **({"a": numbers(4)} if "a[" in text else {}))
+    given = typed(score, None if score else MaskMod("a[i] > 0", a=numbers(4)))
+    problem = Problem("bfloat16", 1, 2048, 2048, 4, 2, head_dim, head_dim, 1.0, mods=given, blocks=True)
+    if not choose.forward_elsewhere(problem):
+        spec = choose.hopper_forward(problem, 16, False).spec
+        assert choose.divides_mask_tile(spec.block_q, spec.block_k)
+        assert spec.block_k == (block_k if head_dim <= 128 else 64)
+
+
 @needs_nvrtc
 @pytest.mark.parametrize(
     "head_dim, score, visible",
