@@ -1,6 +1,6 @@
 """Time and memory of standard attention, cupyflash and its peers from 128 to 65536 tokens, as a table and as a plot.
 
-    python benchmarks/table.py [--shapes gpt2 bert-large] [--both-masks] [--plot table.png]
+    python benchmarks/table.py [--shapes gpt2 bert-large] [--both-masks] [--keep] [--plot table.png]
 
 The figures of the FlashAttention paper (arXiv 2205.14135, figure 3) in the shapes of GPT-2 (12 heads of 64, causal) and
 BERT-large (16 heads of 64, not causal): batch * seqlen = 16384 tokens, one sequence beyond that. Standard attention
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import sys
 
 import output
@@ -187,6 +188,26 @@ def text_of(value, failed, unit):
     return f"{value * unit:.3g}" if value * unit < 1000 else f"{value * unit:.0f}"
 
 
+def holds(cell, groups):
+    """Whether ``cell`` says of every implementation what it took or why it failed."""
+    entries = (*cell["milliseconds"], *cell["failed"])
+    return {name for group in groups for name in group} <= {entry.rsplit(".", 1)[0] for entry in entries}
+
+
+def resumed(result, before):
+    """``result`` after an earlier one of the same GPU and software, with its sizes."""
+    for what in ("gpu", "torch", "cudnn", "versions", "dtype"):
+        if before.get(what) != result[what]:
+            raise ValueError(f"it has {what} {before.get(what)}, this run {result[what]}; allowed: the same")
+    commands = before["commands"] if "commands" in before else [before["command"]]
+    cells = {key: {"commit": before.get("commit"), **cell} for key, cell in before["cells"].items()}
+    return result | {
+        "commands": list(dict.fromkeys(commands + result["commands"])),
+        "missing": before["missing"],
+        "cells": cells,
+    }
+
+
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -195,6 +216,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--peers", nargs="*", default=list(side_by_side.PEERS), choices=list(side_by_side.PEERS))
     parser.add_argument("--paths", nargs="+", default=["default", "sm80"], choices=["default", "sm80", "sm90"])
+    parser.add_argument("--keep", action="store_true", help="keep the sizes that OUTPUT holds, measure the others")
     parser.add_argument("--rounds", type=count, default=3)
     parser.add_argument("--seconds", type=rate, default=0.01, help="of one entry in one round")
     return output.parse(parser, __file__, arguments)
@@ -202,12 +224,15 @@ def parse_arguments(arguments=None):
 
 def main(arguments=None):
     options = parse_arguments(arguments)
-    result = {
-        **output.about(output.gpu_of(torch), torch),
-        "dtype": options.dtype,
-        "missing": {},
-        "cells": {},
-    }
+    about = output.about(output.gpu_of(torch), torch)
+    commit, command = about.pop("commit"), about.pop("command")
+    result = {**about, "commands": [command], "dtype": options.dtype, "missing": {}, "cells": {}}
+    if options.keep and options.output.exists():
+        try:
+            result = resumed(result, json.loads(options.output.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            print(f"table.py: --keep of {options.output}: {type(error).__name__}: {error}", file=sys.stderr)
+            return 2
     groups = implementations(options.paths, options.peers)
     sizes = [
         (name, causal, seqlen)
@@ -216,10 +241,12 @@ def main(arguments=None):
         for causal in ((False, True) if options.both_masks else SHAPES[name][2:])
     ]
     for number, (name, causal, seqlen) in enumerate(sizes, 1):
-        timing = options.rounds, options.seconds
+        key, timing = f"{name} {'causal' if causal else 'full'} S{seqlen}", (options.rounds, options.seconds)
+        wanted = [{name: build for name, build in group.items() if name not in result["missing"]} for group in groups]
+        if key in result["cells"] and holds(result["cells"][key], wanted):
+            continue
         cell = measure_cell(groups, result["missing"], timing, options.dtype, SHAPES[name], causal, seqlen)
-        key = f"{name} {'causal' if causal else 'full'} S{seqlen}"
-        result["cells"][key] = cell
+        result["cells"][key] = {"commit": commit, **cell}
         output.progress(number, len(sizes), key, cell["failed"] or "")
         output.write(options, result)
     output.show(options, result, table(result), "time_and_memory")

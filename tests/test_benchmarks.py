@@ -248,6 +248,43 @@ def test_table_fails_where_cupyflash_does(monkeypatch, capsys, tmp_path, name, c
     assert (f"gpt2 causal S128: {name}.bwd: ValueError: no\n" in capsys.readouterr().err) == bool(code)
 
 
+def test_a_table_that_goes_on(monkeypatch, capsys, tmp_path):
+    """Sizes that are held in full stay; those of a run before each size had a commit get that of the run."""
+    pytest.importorskip("torch")
+    import table
+
+    made, output = [], tmp_path / "x.json"
+    words = ["--shapes", "gpt2", "--peers", "fa2", "--paths", "default", "--output", str(output), "--seqlens"]
+
+    def measure(groups, *rest):
+        made.append(rest[-1])
+        return {"milliseconds": {f"{name}.fwd": 1.0 for group in groups for name in group}, "bytes": {}, "failed": {}}
+
+    monkeypatch.setattr(table, "measure_cell", measure)
+    monkeypatch.setattr(table.output, "gpu_of", lambda _: "some GPU")
+    monkeypatch.setattr(table.output, "commit", lambda: "1")
+    assert table.main([*words, "128", "256"]) == 0
+    first = json.loads(output.read_text())
+    old = first | {
+        "commit": "0",
+        "command": "old",
+        "cells": {"gpt2 causal S128": dict(first["cells"]["gpt2 causal S128"])},
+    }
+    del old["cells"]["gpt2 causal S128"]["commit"], old["commands"]
+    output.write_text(json.dumps(old))
+    assert table.main([*words, "128", "512", "--keep"]) == 0 and made == [128, 256, 512]
+    result = json.loads(output.read_text())
+    assert [(key, cell["commit"]) for key, cell in result["cells"].items()] == [
+        ("gpt2 causal S128", "0"),
+        ("gpt2 causal S512", "1"),
+    ]
+    assert len(result["commands"]) == 2 and result["commands"][0] == "old"
+    assert table.main([*words, "128", "--keep", "--paths", "sm80"]) == 0 and made[-1] == 128
+    output.write_text(json.dumps(result | {"gpu": "another GPU"}))
+    assert table.main([*words, "128", "--keep"]) == 2
+    assert f"table.py: --keep of {output}: ValueError: it has gpu another GPU" in capsys.readouterr().err
+
+
 class FakePool:
     """Of CuPy: what it holds stays held until it is told to let go."""
 
