@@ -58,7 +58,7 @@ struct Score {  // core/score.cuh
   int64 batch, head;  // strides
   float inside, cap;  // scale / softcap, and softcap in base 2
   float near;         // below it softcap is, in base 2, score * series(score^2)
-  float series[4];    // its coefficients
+  float series[3];    // its coefficients
   float middle;       // what exponents are relative to where softcap bounds them: no maximum is looked for
   int diagonal;       // query i has the distance 0 from the key i + diagonal
 };

@@ -119,7 +119,7 @@ struct ScoreChange {
     const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
     return !__any_sync(kFullWarp, most >= score.near);
   }
-  // Softcap of a score is score * series(score^2) up to `near`: five instructions, with those of the exponent. What it
+  // Softcap of a score is score * series(score^2) up to `near`: four instructions, with that of the exponent. What it
   // computes there does not depend on kFar.
   // In pairs of float16, whose unit leaves wgmma its registers, the series would keep 4 digits of the logits.
   template <bool kFar, int kCols, class Base>
@@ -131,8 +131,8 @@ struct ScoreChange {
       for (int i = 0; i < 4; ++i) {
         float& y = x.x[j][i];
         const float offset = with_alibi(slant, j, i, base(j, i)), square = y * y;
-        float series = fmaf(square, score.series[3], score.series[2]);
-        series = fmaf(square, fmaf(square, series, score.series[1]), score.series[0]);
+        const float rest = fmaf(square, score.series[2], score.series[1]);
+        const float series = fmaf(square, rest, score.series[0]);
         const float near = fmaf(y, series, offset);
         if constexpr (kFar) {
           const float far = fmaf(Tanh::of<true>(y * score.inside).value, score.cap, offset);
