@@ -206,7 +206,7 @@ SHORT = 1024
 #    64: 1.02 1.06 1.10, 1.01 1.03 1.06   128: 1.00 1.11 1.14, 0.96 1.07 1.12   256: 0.96 0.97 0.99, 0.92 0.97 0.99
 # The sums watched before the wait for P V, so that all exponentials were, too, on another GPU:
 #    64: 1.02 1.05 1.05, 1.01 1.03 1.04   128: 1.01 1.09 1.11, 0.95 1.05 1.10   256: 0.95 0.99 1.00, 0.95 0.97 0.99
-# With block masks it was not timed beside the maximum.
+# With block masks, and in packed sequences, it was not timed.
 STEADY = 128  # head_dim up to which it is used,
 STEADY_KEYS = 2048  # keys that a row may see from which on,
 STEADY_SCORES = 1 << 28  # and scores of the whole call,
@@ -512,12 +512,20 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
 def steady(problem: Problem) -> bool:
     """Whether Hopper's forward follows sums in place of maxima, see `STEADY`."""
-    # Without blocks, no tile of a mask is known to be seen in full.
-    if problem.bias or (problem.mask and not problem.blocks) or any(_change(problem)) or problem.mods or problem.varlen:
+    changed = any(_change(problem)) or problem.mods
+    # Without blocks, no tile of a mask is known to be seen in full, and none of a function's.
+    if problem.bias or _bounded(problem) or (problem.mods and problem.mods.mask):
+        return False
+    if changed if problem.blocks else problem.mask:
+        return False
+    if problem.softcap is not None and max(problem.head_dim, problem.head_dim_v) <= 64:  # registers
         return False
     if max(problem.head_dim, problem.head_dim_v) > STEADY or problem.scale < LEAST_SCALE:
         return False
     sides = problem.left, problem.right
+    if problem.varlen:  # of sequences as long as their mean; where they differ, most rows are of longer ones
+        means = problem.seqlen_q // problem.batch, 2 * problem.seqlen_k // problem.batch
+        problem = replace(problem, varlen=None, seqlen_q=means[0], seqlen_k=means[1])
     keys = problem.seqlen_k if None in sides else min(problem.seqlen_k, sum(sides) + 1)
     return keys >= STEADY_KEYS and problem.batch * problem.heads_q * counts.scores(problem) >= STEADY_SCORES
 

@@ -1280,25 +1280,26 @@ def test_a_graph_keeps_halves(gpu, capturing):
 
 @pytest.fixture
 def short_is_steady(monkeypatch):
-    """Whatever its length, a call that may is computed with maxima that stay."""
+    """Whatever its length, a call that may follows sums in place of maxima."""
     monkeypatch.setattr(choose, "STEADY_KEYS", 1)
     monkeypatch.setattr(choose, "STEADY_SCORES", 1)
 
 
-ALSO_STEADY = ("none", "window", "sink", "blocks", "blocks and mask", "blocks in part")
+STEADY = ("none", "window", "alibi", "sink", "dropout", "blocks", "blocks and mask", "blocks in part")
+WIDE_STEADY = (*STEADY, "softcap", "all")  # at 128
 
 
 @both_paths
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_maximum_that_stays(gpu, short_is_steady, options):
-    """Two launches, of those options alone that leave scores as they are."""
+def test_sums_in_place_of_maxima(gpu, short_is_steady, options):
+    """Two launches, of those options alone whose rows have known keys."""
     for shape in (
         Shape(),
         Shape(40, 8, 1, 300, 500, 6, 2),
         Shape(64, 64, 3, 5, 1300, 8, 2),
         Shape(128, dtype="float16"),
     ):
-        steady = gpu.path == "sm90" and options in ALSO_STEADY
+        steady = gpu.path == "sm90" and options in (STEADY if shape.head_dim <= 64 else WIDE_STEADY)
         for float32_out in (False, True):
             call = forward(gpu, shape, OPTIONS[options], float32_out)
             assert call.main == ("hopper_forward",) * 2 if steady else len(call.main) == 1
