@@ -27,9 +27,11 @@ class Philox {
     others[1] = third * kRight ^ uint32(keys[2]), others[2] = upper(second, kLeft) ^ uint32(keys[2] >> 32);
     others[3] = second * kLeft;
   }
-  __device__ __forceinline__ constexpr void make(uint32 (&x)[4], uint32 b) const {
-    const uint32 first = entry ^ b, third = upper(first, kLeft) ^ others[0];
-    x[0] = upper(third, kRight) ^ others[1], x[1] = third * kRight, x[2] = first * kLeft ^ others[2], x[3] = others[3];
+  // The second word is b ^ call: one instruction adds both, where a sum would be another one for each call.
+  __device__ __forceinline__ constexpr void make(uint32 (&x)[4], uint32 b, uint32 call) const {
+    const uint64 product = uint64(entry ^ b ^ call) * kLeft;  // whole: ptxas makes two of its halves here
+    const uint32 third = uint32(product >> 32) ^ others[0];
+    x[0] = upper(third, kRight) ^ others[1], x[1] = third * kRight, x[2] = uint32(product) ^ others[2], x[3] = others[3];
 #pragma unroll
     for (int round = 3; round < Dropout::kRounds; ++round) {
       const uint32 left = x[0], right = x[2];
@@ -52,22 +54,22 @@ class Philox {
 // The comparison of 32 numbers with a threshold, four bits at a time. The random words tell where bits differ: the
 // highest one that does decides, an instruction for each.
 struct Comparison {
-  uint32 less = 0, decided = 0;
+  uint32 kept = ~0u, decided = 0;
 
   // `words` of four bits above those so far, and `bits` of the threshold, 32 times each.
   __device__ __forceinline__ constexpr void precede(const uint32 (&words)[4], const uint32* bits) {
-    less = chain(less, words, bits), decide(words);
+    kept = chain(kept, words, bits), decide(words);
   }
   // Of four bits below them.
   __device__ __forceinline__ constexpr void follow(const uint32 (&words)[4], const uint32* bits) {
-    less |= ~decided & chain(0, words, bits), decide(words);
+    kept &= decided | chain(~0u, words, bits), decide(words);
   }
 
  private:
-  __device__ __forceinline__ static constexpr uint32 chain(uint32 less, const uint32 (&words)[4], const uint32* bits) {
+  __device__ __forceinline__ static constexpr uint32 chain(uint32 kept, const uint32 (&words)[4], const uint32* bits) {
 #pragma unroll
-    for (int i = 3; i >= 0; --i) less = (words[i] & bits[i]) | (~words[i] & less);
-    return less;
+    for (int i = 3; i >= 0; --i) kept = (words[i] & ~bits[i]) | (~words[i] & kept);
+    return kept;
   }
   __device__ __forceinline__ constexpr void decide(const uint32 (&words)[4]) {
     decided |= words[0] | words[1], decided |= words[2] | words[3];
@@ -86,10 +88,12 @@ struct Dropping {  // from one head
     constexpr int kWords = Dropping::words(kQueries, kKeys);
     static_assert(kQueries % 16 == 0 && kKeys % 16 == 0 && kWords % 32 == 0, "whole blocks, whole warps");
 #pragma unroll 1
-    for (uint32 i = opaque(threadIdx.x) % kThreads; i < kWords; i += kThreads) {
-      const uint32 stream = i % (kKeys / 2);
-      words[i] = word(row(first_query / 16 + i / (kKeys / 2)), first_key / 2 + stream);
-    }
+    for (uint32 i = opaque(threadIdx.x) % kThreads; i < kWords; i += kThreads)
+      words[i] = word_of_tile<kKeys>(i, first_query, first_key);
+  }
+  template <int kKeys>
+  __device__ __forceinline__ uint32 word_of_tile(uint32 i, uint32 first_query, uint32 first_key) const {
+    return word(row(first_query / 16 + i / (kKeys / 2)), first_key / 2 + i % (kKeys / 2));
   }
 
   // What the words of 16 queries have in common; `block`: their number.
@@ -106,19 +110,19 @@ struct Dropping {  // from one head
 #pragma unroll
     for (int n = kUsual - 1; n >= 0; --n) {
       uint32 words[4];
-      row.make(words, kCalls * stream + n);
+      row.make(words, kCalls * stream, n);
       comparison.precede(words, dropout.bits + 4 * n);
     }
     return comparison;
   }
   __device__ __forceinline__ uint32 finished(Comparison comparison, const Philox& row, uint32 stream) const {
 #pragma unroll 1
-    for (int n = kUsual; n < kCalls && dropout.threshold << 4 * n && __any_sync(kFullWarp, ~comparison.decided); ++n) {
+    for (int n = kUsual; n < kCalls && __any_sync(kFullWarp, ~comparison.decided) && dropout.threshold << 4 * n; ++n) {
       uint32 words[4];
-      row.make(words, kCalls * stream + n);
+      row.make(words, kCalls * stream, n);
       comparison.follow(words, dropout.bits + 4 * n);
     }
-    return ~comparison.less;
+    return comparison.kept;
   }
 
  private:
@@ -197,12 +201,12 @@ struct KeptFragment {
 #pragma unroll
       for (int n = 0; n < kLaneWords; ++n) {
         const auto [block, stream] = counter_of(row, col + 64 * n);
-        begun[n].less = ~dropping.finished(begun[n], dropping.row(block), stream);
+        begun[n].kept = dropping.finished(begun[n], dropping.row(block), stream);
       }
 #pragma unroll
     for (int step = 0; step < kCols / 16; ++step) {
       const uint32 word =
-          __shfl_sync(kFullWarp, ~begun[step / 4].less, 8 * (step % 4) + Kept<kRows>::stream(lane_index()));
+          __shfl_sync(kFullWarp, begun[step / 4].kept, 8 * (step % 4) + Kept<kRows>::stream(lane_index()));
       blocks[step].even = word << Kept<kRows>::shift(lane_index());
     }
   }
@@ -232,8 +236,8 @@ struct KeptFragment {
     uint32 block, stream;
   };
   __device__ __forceinline__ static Counter counter_of(int row, int col) {
-    const uint32 block = col / 16 + lane_index() / 8, stream = lane_index() % 8;
-    return kRows == Rows::kQueries ? Counter{row / 16u, 8 * block + stream} : Counter{block, row / 2 + stream};
+    const uint32 lane = lane_index();
+    return kRows == Rows::kQueries ? Counter{row / 16u, col / 2u + lane} : Counter{col / 16u + lane / 8, row / 2u + lane % 8};
   }
 };
 
