@@ -31,7 +31,8 @@ class Philox {
   __device__ __forceinline__ constexpr void make(uint32 (&x)[4], uint32 b, uint32 call) const {
     const uint64 product = uint64(entry ^ b ^ call) * kLeft;  // whole: ptxas makes two of its halves here
     const uint32 third = uint32(product >> 32) ^ others[0];
-    x[0] = upper(third, kRight) ^ others[1], x[1] = third * kRight, x[2] = uint32(product) ^ others[2], x[3] = others[3];
+    x[0] = upper(third, kRight) ^ others[1], x[1] = third * kRight, x[2] = uint32(product) ^ others[2],
+    x[3] = others[3];
 #pragma unroll
     for (int round = 3; round < Dropout::kRounds; ++round) {
       const uint32 left = x[0], right = x[2];
@@ -237,7 +238,8 @@ struct KeptFragment {
   };
   __device__ __forceinline__ static Counter counter_of(int row, int col) {
     const uint32 lane = lane_index();
-    return kRows == Rows::kQueries ? Counter{row / 16u, col / 2u + lane} : Counter{col / 16u + lane / 8, row / 2u + lane % 8};
+    return kRows == Rows::kQueries ? Counter{row / 16u, col / 2u + lane}
+                                   : Counter{col / 16u + lane / 8, row / 2u + lane % 8};
   }
 };
 
