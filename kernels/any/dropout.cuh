@@ -86,36 +86,35 @@ struct Dropping {  // from one head
     constexpr int kWords = Dropping::words(kQueries, kKeys);
     static_assert(kQueries % 16 == 0 && kKeys % 16 == 0 && kWords % 32 == 0, "whole blocks, whole warps");
 #pragma unroll 1
-    for (uint32 i = opaque(threadIdx.x) % kThreads; i < kWords; i += kThreads) {
-      const uint32 stream = i % (kKeys / 2);
-      words[i] = word(row(first_query / 16 + i / (kKeys / 2)), first_key / 2 + stream);
-    }
+    for (uint32 i = opaque(threadIdx.x) % kThreads; i < kWords; i += kThreads)
+      words[i] = word_of_tile<kKeys>(i, first_query, first_key);
+  }
+  template <int kKeys>
+  __device__ __forceinline__ uint32 word_of_tile(uint32 i, int first_query, int first_key) const {
+    return word(first_query / 16 + i / (kKeys / 2), first_key / 2 + i % (kKeys / 2));
   }
 
-  // What the words of 16 queries have in common; `block`: their number.
-  __device__ __forceinline__ Philox row(uint32 block) const {
-    return {block, uint32(head), uint32(batch), dropout.keys};
-  }
-  // That of a stream.
-  __device__ __forceinline__ uint32 word(const Philox& row, uint32 stream) const {
-    return finished(begun(row, stream), row, stream);
+  // That of a stream of a row of blocks; both are as the counter has them.
+  __device__ __forceinline__ uint32 word(uint32 block, uint32 stream) const {
+    return finished(begun(block, stream), block, stream);
   }
   // In two steps: what nearly all comparisons need, without a branch, and what is left.
-  __device__ __forceinline__ Comparison begun(const Philox& row, uint32 stream) const {
+  __device__ __forceinline__ Comparison begun(uint32 block, uint32 stream) const {
+    const Philox row = philox(block);
     Comparison comparison;
 #pragma unroll
     for (int n = kUsual - 1; n >= 0; --n) {
       uint32 words[4];
-      row.make(words, kCalls * stream + n);
+      row.make(words, opaque(kCalls * stream + n));  // or words of all calls are made ahead
       comparison.precede(words, dropout.bits + 4 * n);
     }
     return comparison;
   }
-  __device__ __forceinline__ uint32 finished(Comparison comparison, const Philox& row, uint32 stream) const {
+  __device__ __forceinline__ uint32 finished(Comparison comparison, uint32 block, uint32 stream) const {
 #pragma unroll 1
     for (int n = kUsual; n < kCalls && dropout.threshold << 4 * n && __any_sync(kFullWarp, ~comparison.decided); ++n) {
       uint32 words[4];
-      row.make(words, kCalls * stream + n);
+      philox(opaque(block)).make(words, kCalls * stream + n);  // made again: there may be no registers to keep it
       comparison.follow(words, dropout.bits + 4 * n);
     }
     return ~comparison.less;
@@ -123,6 +122,10 @@ struct Dropping {  // from one head
 
  private:
   static constexpr int kCalls = 8, kUsual = 3;  // 12 bits decide 1024 comparisons, those of a warp, three times of four
+
+  __device__ __forceinline__ Philox philox(uint32 block) const {
+    return {block, uint32(head), uint32(batch), dropout.keys};
+  }
 };
 
 enum class Rows { kQueries, kKeys };
@@ -186,7 +189,7 @@ struct KeptFragment {
 #pragma unroll
     for (int n = 0; n < kLaneWords; ++n) {
       const auto [block, stream] = counter_of(row, col + 64 * n);
-      begun[n] = dropping.begun(dropping.row(block), stream);
+      begun[n] = dropping.begun(block, stream);
     }
   }
   __device__ __forceinline__ void finish(const Dropping& dropping, int row, int col) {
@@ -197,7 +200,7 @@ struct KeptFragment {
 #pragma unroll
       for (int n = 0; n < kLaneWords; ++n) {
         const auto [block, stream] = counter_of(row, col + 64 * n);
-        begun[n].less = ~dropping.finished(begun[n], dropping.row(block), stream);
+        begun[n].less = ~dropping.finished(begun[n], block, stream);
       }
 #pragma unroll
     for (int step = 0; step < kCols / 16; ++step) {

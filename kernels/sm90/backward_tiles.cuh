@@ -256,33 +256,29 @@ __device__ __forceinline__ void keep_order(const HopperBackwardParams& p, Backwa
 
 // Dropout: the warps that decide what is kept, while others copy and compute. `words`: of the tiles of dout. They read
 // jobs, but need not release them: those who compute release a tile of queries after its words. All but the number of
-// the row of blocks, whose words have most of Philox in common, is found anew each time, for these warps have few
-// registers.
+// the word is found anew each time, for these warps have few registers.
 template <HopperBackwardSpec kSpec>
 __device__ __forceinline__ void decide_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles,
                                              uint32* words) {
   using Tiles = BackwardTiles<kSpec>;
-  constexpr uint32 kWarps = Tiles::kDecidingWarps, kRows = Tiles::kBlockQ / 16, kRowWords = Tiles::kBlockK / 2;
-  static_assert(kRowWords % 32 == 0 && kRows >= kWarps, "whole warps, and each has a part in every tile");
-  uint32 i = opaque(threadIdx.x) / 32 % 4 % kWarps;  // of the rows of all tiles
+  constexpr uint32 kThreads = 32 * Tiles::kDecidingWarps, kWords = Tiles::kKeptBytes / 4;
+  static_assert(kWords % 32 == 0 && kWords >= kThreads, "a warp makes words of one tile at a time, and of every tile");
+  uint32 i = opaque(threadIdx.x) % kThreads;  // of the words of all tiles
   while (true) {
-    tiles.count = i / kRows;
+    tiles.count = i / kWords;
     tiles.queries().wait();
     if (tiles.job().flags & Job::kEnd) return;
     barrier_wait(tiles.douts().empty(tiles.douts().slot()), tiles.douts().parity() ^ 1);
 #pragma unroll 1
     do {
-      tiles.count = i / kRows;
+      tiles.count = i / kWords;
       const volatile LogitPlace& place = tiles.place();
       const Dropping dropping = {p.dropout, place.batch, place.head};
-      const Philox row = dropping.row(place.query / 16 + i % kRows);
-      uint32 stream = place.key / 2 + lane_index();
-#pragma unroll 1
-      for (uint32 at = lane_index(); at < kRowWords; at += 32, stream += 32)
-        words[i % (kSpec.stages * kRows) * kRowWords + at] = dropping.word(row, stream);
-      i += kWarps;
-    } while (i % kRows >= kWarps);
-    tiles.count = i / kRows - 1;
+      words[i % (kSpec.stages * kWords)] =
+          dropping.template word_of_tile<Tiles::kBlockK>(i % kWords, place.query, place.key);
+      i += kThreads;
+    } while (i % kWords >= kThreads);
+    tiles.count = i / kWords - 1;
     tiles.douts().fill();
   }
 }
