@@ -118,7 +118,7 @@ struct Dropping {  // from one head
   }
   __device__ __forceinline__ uint32 finished(Comparison comparison, const Philox& row, uint32 stream) const {
 #pragma unroll 1
-    for (int n = kUsual; n < kCalls && __any_sync(kFullWarp, ~comparison.decided) && dropout.threshold << 4 * n; ++n) {
+    for (int n = kUsual; n < kCalls && __any_sync(kFullWarp, ~comparison.decided); ++n) {
       uint32 words[4];
       row.make(words, kCalls * stream, n);
       comparison.follow(words, dropout.bits + 4 * n);
