@@ -35,7 +35,7 @@ BIAS_GRADIENT = np.dtype(
 )
 BLOCKS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "words"))], align=True)
 MASK_WORDS = np.dtype([("data", "u8"), *((n, "i8") for n in ("batch", "head", "rows", "cols"))], align=True)
-DROPOUT = np.dtype([("keys", "u8", ROUNDS), ("threshold", "u4"), ("scale", "f4"), ("bits", "u4", 32)], align=True)
+DROPOUT = np.dtype([("keys", "u8", ROUNDS), ("bits", "u4", 32), ("scale", "f4")], align=True)
 TILE_KINDS = ("queries", "keys", "blocks", "statistics")  # TileKind
 TILE_LIST = np.dtype([(n, "i4") for n in ("at", "rows", "paired", "bound")])
 TILE_LISTS = np.dtype((TILE_LIST, len(TILE_KINDS)))
@@ -238,7 +238,7 @@ def _series(scale: float, softcap: float) -> tuple[float, tuple[float, ...]]:
 
 def fill_dropout(params: np.ndarray, problem: Problem) -> None:
     """Write the field ``dropout``, but for the keys."""
-    threshold = params["dropout"]["threshold"] = int(problem.dropout * WORD)
+    threshold = int(problem.dropout * WORD)
     params["dropout"]["bits"] = [2**32 - 1 if threshold >> 31 - n & 1 else 0 for n in range(32)]
     params["dropout"]["scale"] = 1 / (1 - problem.dropout)
 

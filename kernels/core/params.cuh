@@ -93,9 +93,8 @@ struct BlockMask {              // of queries by keys, or of keys by queries; co
 struct Dropout {                     // any/dropout.cuh
   static constexpr int kRounds = 7;  // of Philox
   uint64 keys[kRounds];              // of the rounds, two words each: the seed, and what each adds to it
-  uint32 threshold;                  // a weight whose random number is less is dropped
-  float scale;                       // 1 / (1 - probability)
   uint32 bits[32];                   // of the threshold, from the highest one down: each 32 times
+  float scale;                       // 1 / (1 - probability)
 };
 
 struct Order {   // of the tiles of persistent blocks

@@ -273,9 +273,9 @@ __device__ __forceinline__ void decide_tiles(const HopperBackwardParams& p, Back
     do {
       tiles.count = i / kWords;
       const volatile LogitPlace& place = tiles.place();
+      const Dropping dropping = {p.dropout, place.batch, place.head};
       words[i % (kSpec.stages * kWords)] =
-          Dropping{p.dropout, place.batch, place.head}.template word_of_tile<Tiles::kBlockK>(i % kWords, place.query,
-                                                                                             place.key);
+          dropping.template word_of_tile<Tiles::kBlockK>(i % kWords, place.query, place.key);
       i += kThreads;
     } while (i % kWords >= kThreads);
     tiles.count = i / kWords - 1;
