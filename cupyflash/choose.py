@@ -141,7 +141,7 @@ HOPPER_FORWARD = {
     192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
     256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
-# The same for what spills with the rows above: softcap, and softcap with ALiBi.
+# The same for what spills with the rows above: softcap, and softcap that does not bound the weights.
 HOPPER_FORWARD_SOFTCAP = {64: ((128, 1, 1, 3, 6, 6),) * 4}
 HOPPER_FORWARD_TIGHT = {64: ((96, 1, 1, 3, 6, 6),) * 4}
 # And dropout, and a changed score of packed or narrow rows.
@@ -501,7 +501,7 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         at = 2 * problem.banded + bool(problem.varlen or problem.seqlen_k > SHORT)
         tilings = HOPPER_FORWARD
         if problem.softcap is not None:
-            tilings = tilings | (HOPPER_FORWARD_TIGHT if problem.alibi else HOPPER_FORWARD_SOFTCAP)
+            tilings = tilings | (HOPPER_FORWARD_SOFTCAP if _bounded(problem) else HOPPER_FORWARD_TIGHT)
         spec = make(row(tilings)[at])
         both = problem.mods is not None and any(_change(problem))
         spare = problem.dropout or both or changed and (spec.packed or access < 16 or problem.varlen or problem.mask)
