@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 
 import output
@@ -142,9 +141,13 @@ def measure_cell(groups, missing, timing, dtype, shape, causal, seqlen):
     return cell
 
 
+def names_in(cell):
+    """The implementations that have a figure or a failure there."""
+    return {entry.rsplit(".", 1)[0] for entry in (*cell["milliseconds"], *cell["failed"])}
+
+
 def names_of(result):
-    cells = result["cells"].values()
-    found = {entry.rsplit(".", 1)[0] for cell in cells for entry in (*cell["milliseconds"], *cell["failed"])}
+    found = set().union(*map(names_in, result["cells"].values()))
     order = [*STANDARD, *side_by_side.PEERS, "cupyflash-sm80", "cupyflash-sm90", "cupyflash"]
     return [name for name in order if name in found]
 
@@ -168,7 +171,7 @@ def table(result):
         for what, value, unit, which in rows:
             lines += ["", f"| {title}: {what} | " + " | ".join(names) + " | ratio |"]
             lines.append("|---" * (len(names) + 2) + "|")
-            for seqlen, cell in cells.items():
+            for seqlen, cell in sorted(cells.items()):
                 values = {name: value(cell, name) for name in names}
                 texts = [text_of(values[name], failure(cell, name, which), unit) for name in names]
                 theirs, own = values.get("standard-torch"), values.get("cupyflash")
@@ -188,24 +191,28 @@ def text_of(value, failed, unit):
     return f"{value * unit:.3g}" if value * unit < 1000 else f"{value * unit:.0f}"
 
 
-def holds(cell, groups):
-    """Whether ``cell`` says of every implementation what it took or why it failed."""
-    entries = (*cell["milliseconds"], *cell["failed"])
-    return {name for group in groups for name in group} <= {entry.rsplit(".", 1)[0] for entry in entries}
+def resumed(result, kept):
+    """``result`` after an earlier one of the same GPU, software, dtype and timing: its sizes.
+
+    Older ones are of a single command and commit, and leave the timing to the command.
+    """
+    commands = kept.get("commands") or [kept["command"]]
+    commit = {"commit": kept["commit"]} if kept.get("commit") else {}
+    cells = {key: commit | cell for key, cell in kept["cells"].items()}
+    kept = timing_of(commands[0]) | kept | {"commands": commands, "cells": cells}
+    return output.resumed(result, kept, "dtype", "rounds", "seconds")
 
 
-def resumed(result, before):
-    """``result`` after an earlier one of the same GPU and software, with its sizes."""
-    for what in ("gpu", "torch", "cudnn", "versions", "dtype"):
-        if before.get(what) != result[what]:
-            raise ValueError(f"it has {what} {before.get(what)}, this run {result[what]}; allowed: the same")
-    commands = before["commands"] if "commands" in before else [before["command"]]
-    cells = {key: {"commit": before.get("commit"), **cell} for key, cell in before["cells"].items()}
-    return result | {
-        "commands": list(dict.fromkeys(commands + result["commands"])),
-        "missing": before["missing"],
-        "cells": cells,
-    }
+def timing_of(command):
+    """--rounds and --seconds of a command of this script."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_timing(parser)
+    return vars(parser.parse_known_args(command.split())[0])
+
+
+def add_timing(parser):
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--seconds", type=rate, default=0.01, help="of one entry in one round")
 
 
 def parse_arguments(arguments=None):
@@ -217,8 +224,7 @@ def parse_arguments(arguments=None):
     parser.add_argument("--peers", nargs="*", default=list(side_by_side.PEERS), choices=list(side_by_side.PEERS))
     parser.add_argument("--paths", nargs="+", default=["default", "sm80"], choices=["default", "sm80", "sm90"])
     parser.add_argument("--keep", action="store_true", help="keep the sizes that OUTPUT holds, measure the others")
-    parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--seconds", type=rate, default=0.01, help="of one entry in one round")
+    add_timing(parser)
     return output.parse(parser, __file__, arguments)
 
 
@@ -226,13 +232,16 @@ def main(arguments=None):
     options = parse_arguments(arguments)
     about = output.about(output.gpu_of(torch), torch)
     commit, command = about.pop("commit"), about.pop("command")
-    result = {**about, "commands": [command], "dtype": options.dtype, "missing": {}, "cells": {}}
-    if options.keep and options.output.exists():
-        try:
-            result = resumed(result, json.loads(options.output.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            print(f"table.py: --keep of {options.output}: {type(error).__name__}: {error}", file=sys.stderr)
-            return 2
+    result = {
+        **about,
+        "commands": [command],
+        "dtype": options.dtype,
+        "rounds": options.rounds,
+        "seconds": options.seconds,
+        "missing": {},
+        "cells": {},
+    }
+    result = output.keep(options, result, resumed)
     groups = implementations(options.paths, options.peers)
     sizes = [
         (name, causal, seqlen)
@@ -242,8 +251,8 @@ def main(arguments=None):
     ]
     for number, (name, causal, seqlen) in enumerate(sizes, 1):
         key, timing = f"{name} {'causal' if causal else 'full'} S{seqlen}", (options.rounds, options.seconds)
-        wanted = [{name: build for name, build in group.items() if name not in result["missing"]} for group in groups]
-        if key in result["cells"] and holds(result["cells"][key], wanted):
+        wanted = {name for group in groups for name in group} - result["missing"].keys()
+        if key in result["cells"] and wanted <= names_in(result["cells"][key]):
             continue
         cell = measure_cell(groups, result["missing"], timing, options.dtype, SHAPES[name], causal, seqlen)
         result["cells"][key] = {"commit": commit, **cell}

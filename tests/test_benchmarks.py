@@ -248,41 +248,97 @@ def test_table_fails_where_cupyflash_does(monkeypatch, capsys, tmp_path, name, c
     assert (f"gpt2 causal S128: {name}.bwd: ValueError: no\n" in capsys.readouterr().err) == bool(code)
 
 
-def test_a_table_that_goes_on(monkeypatch, capsys, tmp_path):
-    """Sizes that are held in full stay; those of a run before each size had a commit get that of the run."""
+@pytest.fixture
+def run_table(monkeypatch, tmp_path):
+    """Run it at ``commit`` without a GPU; the exit code, the sizes that it measured, and the file."""
     pytest.importorskip("torch")
     import table
 
-    made, output = [], tmp_path / "x.json"
-    words = ["--shapes", "gpt2", "--peers", "fa2", "--paths", "default", "--output", str(output), "--seqlens"]
+    output = tmp_path / "out.json"
 
-    def measure(groups, *rest):
-        made.append(rest[-1])
-        return {"milliseconds": {f"{name}.fwd": 1.0 for group in groups for name in group}, "bytes": {}, "failed": {}}
+    def run(*words, commit="1", gpu="some GPU"):
+        made = []
 
-    monkeypatch.setattr(table, "measure_cell", measure)
-    monkeypatch.setattr(table.output, "gpu_of", lambda _: "some GPU")
-    monkeypatch.setattr(table.output, "commit", lambda: "1")
-    assert table.main([*words, "128", "256"]) == 0
-    first = json.loads(output.read_text())
-    old = first | {
-        "commit": "0",
-        "command": "old",
-        "cells": {"gpt2 causal S128": dict(first["cells"]["gpt2 causal S128"])},
-    }
-    del old["cells"]["gpt2 causal S128"]["commit"], old["commands"]
-    output.write_text(json.dumps(old))
-    assert table.main([*words, "128", "512", "--keep"]) == 0 and made == [128, 256, 512]
+        def measure(groups, missing, timing, dtype, shape, causal, seqlen):
+            made.append(seqlen)
+            names = [name for group in groups for name in group]
+            times = {f"{name}.fwd": 1.0 for name in names if name != "fa2"}
+            return {"batch": 1, "milliseconds": times, "bytes": {}, "failed": {"fa2.fwd": "refused", "fa2.bwd": "no"}}
+
+        words = ["--shapes", "gpt2", "--peers", "fa2", "--output", str(output), *words]
+        monkeypatch.setattr(sys, "argv", ["table.py", *words])
+        monkeypatch.setattr(table, "measure_cell", measure)
+        monkeypatch.setattr(table.output, "gpu_of", lambda _: gpu)
+        monkeypatch.setattr(table.output, "commit", lambda: commit)
+        return code_of(table.main, words), made, output
+
+    return run
+
+
+def commits_of(output):
+    return {key.split(" S")[1]: cell.get("commit") for key, cell in json.loads(output.read_text())["cells"].items()}
+
+
+def test_a_table_that_goes_on(run_table, capsys):
+    """A size with a figure, or a failure, of all that is wanted stays, with its commit."""
+    import drawing
+
+    assert run_table("--seqlens", "128", "512")[:2] == (0, [128, 512])
+    code, made, output = run_table("--seqlens", "128", "256", "512", "--keep", commit="2")
+    assert (code, made, commits_of(output)) == (0, [256], {"128": "1", "512": "1", "256": "2"})
+    rows = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[-4:] == ["gpt2", "128", "256", "512"]
     result = json.loads(output.read_text())
-    assert [(key, cell["commit"]) for key, cell in result["cells"].items()] == [
-        ("gpt2 causal S128", "0"),
-        ("gpt2 causal S512", "1"),
-    ]
-    assert len(result["commands"]) == 2 and result["commands"][0] == "old"
-    assert table.main([*words, "128", "--keep", "--paths", "sm80"]) == 0 and made[-1] == 128
-    output.write_text(json.dumps(result | {"gpu": "another GPU"}))
-    assert table.main([*words, "128", "--keep"]) == 2
-    assert f"table.py: --keep of {output}: ValueError: it has gpu another GPU" in capsys.readouterr().err
+    assert len(result["commands"]) == 2 and "--keep" in result["commands"][1]
+    assert "commit" not in result and drawing.origin(result).endswith(", cupyflash at 1, 2")
+    assert run_table("--seqlens", "128", "--keep", "--paths", "sm80")[1] == []
+    assert run_table("--seqlens", "128", "--keep", "--paths", "sm90")[1] == [128]
+    output.write_text(json.dumps(result | {"missing": {"cupyflash-sm90": "no"}}))
+    assert run_table("--seqlens", "128", "--keep", "--paths", "sm90")[1] == []
+    assert run_table("--seqlens", "128", commit="3")[1] == [128] and commits_of(output) == {"128": "3"}
+
+
+@pytest.mark.parametrize("commit", ["0", None])
+def test_a_table_of_before_that_goes_on(run_table, commit):
+    """It names one command, which alone says the timing, and at most one commit."""
+    *_, output = run_table("--seqlens", "128", "--rounds", "2")
+    old = json.loads(output.read_text())
+    for name in ("commands", "rounds", "seconds"):
+        del old[name]
+    del old["cells"]["gpt2 causal S128"]["commit"]
+    old |= {"command": "python table.py --both-masks --rounds 2"} | ({"commit": commit} if commit else {})
+    output.write_text(json.dumps(old))
+    assert run_table("--seqlens", "128", "256", "--rounds", "3", "--keep")[0] == 2
+    assert json.loads(output.read_text()) == old
+    for more in ("256", "512"):
+        assert run_table("--seqlens", "128", more, "--rounds", "2", "--keep", commit="1")[:2] == (0, [int(more)])
+    result = json.loads(output.read_text())
+    assert commits_of(output) == {"128": commit, "256": "1", "512": "1"}
+    assert (result["rounds"], result["seconds"]) == (2, 0.01)
+    assert len(result["commands"]) == 3 and result["commands"][0] == old["command"] and "command" not in result
+
+
+def test_a_table_keeps_what_is_of_the_same_machine_and_timing(run_table, capsys):
+    *_, output = run_table("--seqlens", "128")
+    text = output.read_text()
+    capsys.readouterr()
+    for words, gpu, said in (
+        ([], "another GPU", "gpu some GPU, this run another GPU"),
+        (["--dtype", "bfloat16"], "some GPU", "dtype float16, this run bfloat16"),
+        (["--rounds", "2"], "some GPU", "rounds 3, this run 2"),
+        (["--seconds", "0.03"], "some GPU", "seconds 0.01, this run 0.03"),
+    ):
+        assert run_table("--seqlens", "256", "--keep", *words, gpu=gpu)[:2] == (2, [])
+        message = f"table.py: --keep of {output}: ValueError: it has {said}; allowed: the same\n"
+        assert capsys.readouterr().err == message and output.read_text() == text
+    other = json.loads(text)
+    output.write_text(json.dumps(other | {"versions": dict.fromkeys(other["versions"], "0")}))
+    assert run_table("--seqlens", "256", "--keep")[:2] == (2, [])
+    assert " 0, this run " in capsys.readouterr().err
+    for text in ("{", "[]", '{"gpu": "some GPU"}', '{"command": "x", "cells": [1]}', '{"commands": [1], "cells": {}}'):
+        output.write_text(text)
+        assert run_table("--keep")[:2] == (2, []) and output.read_text() == text
+        assert f"table.py: --keep of {output}: " in capsys.readouterr().err
 
 
 class FakePool:
@@ -971,6 +1027,7 @@ def test_a_result_that_goes_on(side_by_side):
 def run_side_by_side(side_by_side, monkeypatch, tmp_path):
     """Run it without a GPU, with cells that have ``failed``; the exit code and the file."""
     output = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["side_by_side.py"])
     monkeypatch.setattr(side_by_side.output, "commit", lambda: "12345678+")
     monkeypatch.setattr(side_by_side, "ceilings", lambda: {"bf16 matmul TFLOP/s": 700})
 
