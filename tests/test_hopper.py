@@ -664,7 +664,7 @@ def by_sums(monkeypatch):
         monkeypatch.setattr(launch, "_plans", {})
         words.clear()
         results = cupyflash.attention(*qkv, return_lse=True, **options)
-        assert all(plan.words.nbytes == structs.HOPPER_FORWARD_PARAMS.itemsize for plan in launch._plans.values())
+        assert all(plan.words.nbytes >= structs.HOPPER_FORWARD_PARAMS.itemsize for plan in launch._plans.values())
         return dict(zip(("out", "lse"), results)), words[0][-1].item() if words else None
 
     return run
