@@ -7,6 +7,7 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import output
 
 # Title, colour, marker and dashes. The colours are those that M. Okabe and K. Ito chose for every kind of colour
 # vision; markers tell the lines apart where there is no colour at all.
@@ -129,6 +130,6 @@ def logarithmic(axis):
 
 
 def origin(result):
-    """GPU, date and, of results that name it, commit."""
-    gpu, commit = result.get("gpu") or result.get("device"), result.get("commit")
-    return f"{gpu}, {result.get('date', 'undated')}" + (f", cupyflash at {commit}" if commit else "")
+    """GPU, date and, of results that name them, commits."""
+    gpu, commits = result.get("gpu") or result.get("device"), output.commits(result)
+    return f"{gpu}, {result.get('date', 'undated')}" + (f", cupyflash at {', '.join(commits)}" if commits else "")

@@ -55,10 +55,10 @@ class Size(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a row measures."""
+    """What a row measures. A "bias" is differentiated in the backward, but where "bias_gradient" is False."""
 
     options: Callable  # of cupyflash, for a size
-    flex: Callable | None = None  # the same for FlexAttention; "bias" is a tensor that it adds and differentiates
+    flex: Callable | None = None  # the same for FlexAttention; "bias" is a tensor that it adds
     base: str = "none"  # the row without the option
     size: Size = Size()
 
@@ -104,6 +104,12 @@ def touched(document):
     return (first[:, None] <= last) & (first <= last[:, None])
 
 
+def full(document):
+    """Blocks in which all are."""
+    first, last = document[::BLOCK], document[BLOCK - 1 :: BLOCK]
+    return (first[:, None] == last) & (first == last[:, None])
+
+
 # Options of cupyflash.
 
 
@@ -123,13 +129,29 @@ def bias(size):
     return {"bias": normal(size.seqlen, size.seqlen)}
 
 
+def bias_of_heads(size):
+    return {"bias": normal(size.heads, size.seqlen, size.seqlen)}
+
+
+def bias_of_keys(size):
+    return {"bias": normal(size.seqlen)}
+
+
+def constant(options):
+    return lambda size: options(size) | {"bias_gradient": False}
+
+
+constant_bias = constant(bias)
+
+
 def causal(options=lambda size: {}):
     return lambda size: {"causal": True} | options(size)
 
 
 def documents_by_function(size):
     document = documents(size)
-    return {"mask_mod": MaskMod(SAME_DOCUMENT, document=document), "block_mask": BlockMask(touched(document))}
+    blocks = BlockMask(touched(document), full=full(document))
+    return {"mask_mod": MaskMod(SAME_DOCUMENT, document=document), "block_mask": blocks}
 
 
 def documents_by_elements(size):
@@ -217,9 +239,12 @@ ROWS = {
     "alibi": Row(alibi, flex_alibi),
     "score_mod alibi": Row(score_mod, flex_alibi),
     "dropout": Row(lambda size: DROPPED),  # which FlexAttention lacks
-    "bias HxSxS": Row(lambda size: {"bias": normal(size.heads, size.seqlen, size.seqlen)}),
+    "bias HxSxS": Row(bias_of_heads),
     "bias SxS": Row(bias, bias),
-    "bias S": Row(lambda size: {"bias": normal(size.seqlen)}),
+    "bias S": Row(bias_of_keys),
+    "constant bias HxSxS": Row(constant(bias_of_heads)),
+    "constant bias SxS": Row(constant_bias, constant_bias),
+    "constant bias S": Row(constant(bias_of_keys)),
     "mask SxS": Row(lambda size: {"mask": shown(0.7, size.seqlen, size.seqlen)}),
     "mask SxS of blocks": Row(mask_of_blocks),
     "causal": Row(causal(), flex_causal, base="causal"),
@@ -242,10 +267,11 @@ ROWS = {
 def ours(options, size):
     """Both passes of cupyflash and, for the check, the results of each."""
     *qkv, dout = inputs(size)
-    out, lse = attention(*qkv, return_lse=True, **options)
+    both = {name: value for name, value in options.items() if name != "bias_gradient"}
+    out, lse = attention(*qkv, return_lse=True, **both)
     saved = (dout, *qkv, out, lse)
     dq, dk, dv, dbias, *_ = attention_backward(*saved, **options)
-    pair = Pair(lambda: attention(*qkv, **options), lambda: attention_backward(*saved, **options), synchronize)
+    pair = Pair(lambda: attention(*qkv, **both), lambda: attention_backward(*saved, **options), synchronize)
     return pair, [x for x in (out, dq, dk, dv, dbias) if x is not None]
 
 
@@ -253,10 +279,11 @@ def ours(options, size):
 def flex(make, size):
     compiled = torch.compile(flex_module.flex_attention, dynamic=False, fullgraph=True)
     options = make(size)
-    learned = [options.pop("bias")] if "bias" in options else []
+    bias, gradient = options.pop("bias", None), options.pop("bias_gradient", True)
+    learned = [bias] if bias is not None and gradient else []
 
-    def function(q, k, v, *learned):
-        added = {"score_mod": lambda score, b, h, i, j: score + learned[0][i, j]} if learned else {}
+    def function(q, k, v, bias=bias):
+        added = {} if bias is None else {"score_mod": lambda score, b, h, i, j: score + bias[i, j]}
         return compiled(q, k, v, **options, **added)
 
     *qkv, dout = (x.transpose(1, 2) for x in inputs(size))

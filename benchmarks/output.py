@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -76,7 +77,7 @@ def versions():
 
 
 def lacks(what):
-    """End the script, which cannot run without ``what``: the message names both."""
+    """End the script, which cannot run for ``what`` is missing or wrong: the message names both."""
     print(f"{Path(sys.argv[0]).name}: {what}", file=sys.stderr)
     sys.exit(2)
 
@@ -109,6 +110,37 @@ def parse(parser, script, arguments, plot=True):
     if plot:
         check_plot(parser, options)
     return options
+
+
+def keep(options, result, resumed):
+    """With --keep ``resumed`` of ``result`` and of what the file holds; ends the script where that is another's."""
+    if not (options.keep and options.output.exists()):
+        return result
+    try:
+        return resumed(result, json.loads(options.output.read_text()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        lacks(f"--keep of {options.output}: {type(error).__name__}: {error}")
+
+
+def resumed(result, kept, *same):
+    """``result`` after an earlier one of the same GPU and software, and with the ``same`` fields: its sizes."""
+    before, now = (
+        x.get("versions", {}) | {name: x.get(name) for name in ("gpu", "torch", "cudnn", *same)} for x in (kept, result)
+    )
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            raise ValueError(f"it has {name} {before[name]}, this run {now[name]}; allowed: the same")
+    own = {"cells": kept["cells"], "missing": kept["missing"]}
+    own["versions"] = kept.get("versions", {}) | result["versions"]
+    own["commands"] = list(dict.fromkeys(kept.get("commands", []) + result["commands"]))
+    return result | own
+
+
+def commits(result):
+    """Those that the figures of a result were measured at, as far as it names them."""
+    cells = result.get("cells")
+    own = [cell.get("commit") for cell in cells.values()] if isinstance(cells, dict) else []
+    return list(dict.fromkeys(filter(None, own))) or list(filter(None, [result.get("commit")]))
 
 
 def write(options, result):

@@ -71,8 +71,8 @@ def peers_of(rows):
 def caption(result):
     """What was measured, where, when and how."""
     versions = result.get("versions") or {"torch": result["torch"]}
-    commits = [cell["commit"] for cell in result["cells"].values() if cell.get("commit")]
-    of_cupyflash = [f"cupyflash at {', '.join(dict.fromkeys(commits))}"] if commits else []
+    commits = output.commits(result)
+    of_cupyflash = [f"cupyflash at {', '.join(commits)}"] if commits else []
     cudnn = [f"cuDNN {cudnn_version(result['cudnn'])}"] if result["cudnn"] else []
     used = ", ".join(of_cupyflash + [f"{name} {version}" for name, version in versions.items()] + cudnn)
     commands = ", ".join(f"`{command}`" for command in result.get("commands", []))

@@ -17,7 +17,6 @@ An entry is an implementation and a pass, "fa2.fwd"; "cupyflash.fwd" takes the d
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -353,18 +352,10 @@ def has_all(cell, names):
 
 def resumed(result, kept):
     """``result`` after an earlier one of the same GPU and software: its sizes, and the ceilings that it has."""
-    before, now = (
-        x.get("versions", {}) | {name: x.get(name) for name in ("gpu", "torch", "cudnn")} for x in (kept, result)
-    )
-    for name in sorted(before.keys() & now.keys()):
-        if before[name] != now[name]:
-            raise ValueError(f"it has {name} {before[name]}, this run {now[name]}; allowed: the same")
-    own = {"cells": kept["cells"], "missing": kept["missing"], "ceilings": kept["ceilings"]}
+    own = {"ceilings": kept["ceilings"]}
     if "ceilings_from" in kept or kept["date"] != result["date"]:
         own["ceilings_from"] = kept.get("ceilings_from", f"on {kept['date']}")
-    own["versions"] = kept.get("versions", {}) | result["versions"]
-    own["commands"] = list(dict.fromkeys(kept.get("commands", []) + result["commands"]))
-    return result | own
+    return output.resumed(result, kept) | own
 
 
 def main(arguments=None):
@@ -381,12 +372,7 @@ def main(arguments=None):
         "missing": {},
         "cells": {},
     }
-    if options.keep and options.output.exists():
-        try:
-            result = resumed(result, json.loads(options.output.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            print(f"side_by_side.py: --keep of {options.output}: {type(error).__name__}: {error}", file=sys.stderr)
-            return 2
+    result = output.keep(options, result, resumed)
     result["ceilings"] = result["ceilings"] or ceilings()
     seqlens = [1024, 8192] if options.quick else options.seqlens
     sizes = list(product(options.dtypes, options.head_dims, (False, True), seqlens))

@@ -1,6 +1,6 @@
 """Time and memory of standard attention, cupyflash and its peers from 128 to 65536 tokens, as a table and as a plot.
 
-    python benchmarks/table.py [--shapes gpt2 bert-large] [--both-masks] [--plot table.png]
+    python benchmarks/table.py [--shapes gpt2 bert-large] [--both-masks] [--keep] [--plot table.png]
 
 The figures of the FlashAttention paper (arXiv 2205.14135, figure 3) in the shapes of GPT-2 (12 heads of 64, causal) and
 BERT-large (16 heads of 64, not causal): batch * seqlen = 16384 tokens, one sequence beyond that. Standard attention
@@ -141,9 +141,13 @@ def measure_cell(groups, missing, timing, dtype, shape, causal, seqlen):
     return cell
 
 
+def names_in(cell):
+    """The implementations that have a figure or a failure there."""
+    return {entry.rsplit(".", 1)[0] for entry in (*cell["milliseconds"], *cell["failed"])}
+
+
 def names_of(result):
-    cells = result["cells"].values()
-    found = {entry.rsplit(".", 1)[0] for cell in cells for entry in (*cell["milliseconds"], *cell["failed"])}
+    found = set().union(*map(names_in, result["cells"].values()))
     order = [*STANDARD, *side_by_side.PEERS, "cupyflash-sm80", "cupyflash-sm90", "cupyflash"]
     return [name for name in order if name in found]
 
@@ -167,7 +171,7 @@ def table(result):
         for what, value, unit, which in rows:
             lines += ["", f"| {title}: {what} | " + " | ".join(names) + " | ratio |"]
             lines.append("|---" * (len(names) + 2) + "|")
-            for seqlen, cell in cells.items():
+            for seqlen, cell in sorted(cells.items()):
                 values = {name: value(cell, name) for name in names}
                 texts = [text_of(values[name], failure(cell, name, which), unit) for name in names]
                 theirs, own = values.get("standard-torch"), values.get("cupyflash")
@@ -187,6 +191,30 @@ def text_of(value, failed, unit):
     return f"{value * unit:.3g}" if value * unit < 1000 else f"{value * unit:.0f}"
 
 
+def resumed(result, kept):
+    """``result`` after an earlier one of the same GPU, software, dtype and timing: its sizes.
+
+    Older ones are of a single command and commit, and leave the timing to the command.
+    """
+    commands = kept.get("commands") or [kept["command"]]
+    commit = {"commit": kept["commit"]} if kept.get("commit") else {}
+    cells = {key: commit | cell for key, cell in kept["cells"].items()}
+    kept = timing_of(commands[0]) | kept | {"commands": commands, "cells": cells}
+    return output.resumed(result, kept, "dtype", "rounds", "seconds")
+
+
+def timing_of(command):
+    """--rounds and --seconds of a command of this script."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_timing(parser)
+    return vars(parser.parse_known_args(command.split())[0])
+
+
+def add_timing(parser):
+    parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--seconds", type=rate, default=0.01, help="of one entry in one round")
+
+
 def parse_arguments(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -195,19 +223,25 @@ def parse_arguments(arguments=None):
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--peers", nargs="*", default=list(side_by_side.PEERS), choices=list(side_by_side.PEERS))
     parser.add_argument("--paths", nargs="+", default=["default", "sm80"], choices=["default", "sm80", "sm90"])
-    parser.add_argument("--rounds", type=count, default=3)
-    parser.add_argument("--seconds", type=rate, default=0.01, help="of one entry in one round")
+    parser.add_argument("--keep", action="store_true", help="keep the sizes that OUTPUT holds, measure the others")
+    add_timing(parser)
     return output.parse(parser, __file__, arguments)
 
 
 def main(arguments=None):
     options = parse_arguments(arguments)
+    about = output.about(output.gpu_of(torch), torch)
+    commit, command = about.pop("commit"), about.pop("command")
     result = {
-        **output.about(output.gpu_of(torch), torch),
+        **about,
+        "commands": [command],
         "dtype": options.dtype,
+        "rounds": options.rounds,
+        "seconds": options.seconds,
         "missing": {},
         "cells": {},
     }
+    result = output.keep(options, result, resumed)
     groups = implementations(options.paths, options.peers)
     sizes = [
         (name, causal, seqlen)
@@ -216,10 +250,12 @@ def main(arguments=None):
         for causal in ((False, True) if options.both_masks else SHAPES[name][2:])
     ]
     for number, (name, causal, seqlen) in enumerate(sizes, 1):
-        timing = options.rounds, options.seconds
+        key, timing = f"{name} {'causal' if causal else 'full'} S{seqlen}", (options.rounds, options.seconds)
+        wanted = {name for group in groups for name in group} - result["missing"].keys()
+        if key in result["cells"] and wanted <= names_in(result["cells"][key]):
+            continue
         cell = measure_cell(groups, result["missing"], timing, options.dtype, SHAPES[name], causal, seqlen)
-        key = f"{name} {'causal' if causal else 'full'} S{seqlen}"
-        result["cells"][key] = cell
+        result["cells"][key] = {"commit": commit, **cell}
         output.progress(number, len(sizes), key, cell["failed"] or "")
         output.write(options, result)
     output.show(options, result, table(result), "time_and_memory")

@@ -77,8 +77,8 @@ def attention(
     mask : array of bool, optional
         True where a query may see a key; of what other masks hide, it shows nothing. It broadcasts as ``bias``.
     block_mask : BlockMask, optional
-        The blocks of queries and keys that are computed; the others cost nothing. On the device of ``q``. One whose
-        blocks are shown in part does not go with ``mask``.
+        The blocks of queries and keys that are computed; the others cost nothing. On the device of ``q``. One that
+        holds a mask of elements does not go with ``mask``.
     alibi_slopes : array, shape (heads_q,) or (batch, heads_q), optional
         ALiBi [4]_: a logit loses ``slope`` times the distance of its key from the diagonal, that of
         ``window``: ``slope * abs(i + seqlen_k - seqlen_q - j)``, or ``slope * abs(i - j)`` with
@@ -91,7 +91,8 @@ def attention(
     score_mod : ScoreMod, optional
         A function of yours that changes the logits, after ``bias`` and before the masks.
     mask_mod : MaskMod, optional
-        A function of yours that says whether a query sees a key; of what other masks hide, it shows nothing.
+        A function of yours that says whether a query sees a key; of what other masks hide, it shows nothing. A
+        ``block_mask`` may say in which blocks it need not be asked: ``full`` of `BlockMask`.
     dropout : float, default 0
         Probability with which a weight becomes 0 after the softmax; those that are kept are divided by
         ``1 - dropout`` [6]_. From 0 to ``1 - 2**-32``, of which it is taken as the nearest multiple of
@@ -325,6 +326,7 @@ def attention_backward(
     dropout=0.0,
     seed=None,
     precision=None,
+    bias_gradient=True,
     deterministic=False,
 ):
     """Gradients of `attention` with respect to ``q``, ``k``, ``v``, ``bias`` and ``sink``.
@@ -360,6 +362,9 @@ def attention_backward(
         As given to `attention`. No gradient of ``alibi_slopes`` is computed.
     score_mod, mask_mod, dropout, seed, precision
         As given to `attention`. The derivative of ``score_mod`` multiplies ``ds`` where its result has a weight.
+    bias_gradient : bool, default True
+        Compute ``dbias``. False is for a bias that is constant: nothing is spent on its gradient. Without ``bias`` it
+        changes nothing.
     deterministic : bool, default False
         Add everything in a fixed order, so that the same call always gives the same bits; slower on a GPU.
         ``dsink`` is always added so, and everything of float32 and float64. On a GPU, gradients of what ``score_mod``
@@ -369,12 +374,12 @@ def attention_backward(
     -------
     AttentionGradients
         Named tuple of ``dq``, ``dk``, ``dv``, ``dbias`` and ``dsink``: arrays with shape and dtype of ``q``,
-        ``k``, ``v``, ``bias`` and ``sink``, of their library; ``dbias`` is None without ``bias``, ``dsink`` without
-        ``sink``. Last comes ``dscore_mod``, a dict of the gradients that ``score_mod`` asks for, by name, each with
-        shape and dtype of what was captured; None where it asks for none. ``dbias`` and these are summed in float32
-        (float64 for float64) and then rounded. Take them by name, or the first three by ``dq, dk, dv, *_``: more fields
-        may follow. Gradients of a query that sees no key, and of a key that no query sees, are 0, and so is that of the
-        bias of a key that is hidden.
+        ``k``, ``v``, ``bias`` and ``sink``, of their library; ``dbias`` is None without ``bias`` and with
+        ``bias_gradient=False``, ``dsink`` without ``sink``. Last comes ``dscore_mod``, a dict of the gradients that
+        ``score_mod`` asks for, by name, each with shape and dtype of what was captured; None where it asks for none.
+        ``dbias`` and these are summed in float32 (float64 for float64) and then rounded. Take them by name, or the
+        first three by ``dq, dk, dv, *_``: more fields may follow. Gradients of a query that sees no key, and of a key
+        that no query sees, are 0, and so is that of the bias of a key that is hidden.
 
     Raises
     ------
@@ -413,13 +418,14 @@ def attention_backward(
     dropout, seed = checks.dropout(dropout, seed)
     layout, mods = getattr(block_mask, "layout", None), checks.mods(score_mod, mask_mod, backward=True)
     options = checks.options(causal, window, scale, softcap, dropout, precision, layout, mods)
+    checks.flag("bias_gradient", bias_gradient)
     checks.flag("deterministic", deterministic)
     arrays = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
     arrays |= _present(dlse=dlse, alibi_slopes=alibi_slopes, sink=sink, bias=bias, mask=mask)
     home = _home(arrays, block_mask, score_mod, mask_mod)
     with home.scope():
         views = home.views(arrays)
-        plan = _plan(_plan_backward, home.gpu, options, views)
+        plan = _plan(_plan_backward, home.gpu, (options, bias_gradient), views)
         if home.gpu and deterministic and plan.captured:
             raise NotImplementedError(
                 f"deterministic is True and score_mod has gradients={score_mod.gradients}; allowed on the GPU: False, "
@@ -504,10 +510,11 @@ def _plan_forward(gpu, options, views):
     return _Plan(problem, problem.empty, bool(batch), _scattered(gpu, views), results)
 
 
-def _plan_backward(gpu, options, views):
+def _plan_backward(gpu, described, views):
+    options, bias_gradient = described
     problem = checks.backward(gpu, options, **views)
     results = {f"d{name}": (views[name].shape, checks.PLAIN_DTYPES[problem.dtype]) for name in "qkv"}
-    if problem.bias:
+    if problem.bias and bias_gradient:
         results["dbias"] = (views["bias"].shape, checks.PLAIN_DTYPES[problem.bias])
     if problem.sink:
         results["dsink"] = ((problem.heads_q,), checks.lse_dtype(problem.dtype))

@@ -33,7 +33,9 @@ class BlockMask:
     block_size : int or (int, int), default (128, 128)
         Queries and keys of a block: multiples of 128.
     full : array of bool, optional
-        Broadcasts to ``blocks``. True where all of a block is shown, so that ``mask`` need not be read; only with it.
+        Broadcasts to ``blocks``. True where all of a block is shown: there ``mask`` is not read; without one, the
+        ``mask_mod`` of a call is not asked, which would have to return true in all of the block. A call that has a
+        ``mask`` of its own reads that everywhere, and may ask its ``mask_mod`` everywhere.
     mask : array of bool, optional
         True where a query may see a key, read in the blocks that are shown and not ``full``. It broadcasts to
         (batch, heads_q, seqlen_q, seqlen_k), and is not copied.
@@ -81,12 +83,14 @@ class BlockMask:
             self.blocks = views["blocks"].copy()
             self.mask = views.get("mask")  # of the elements; a function of their indices could take its place
             self.full = None
-            if self.mask is not None:
+            if full is not None or self.mask is not None:
                 self.full = self.blocks & views.get("full", xp.zeros((1, 1, 1, 1), bool))
-            self.bitmaps = _bitmaps(xp, self.blocks, self._in_part(), self.block_size)
+            # In part, for a mask or a MaskMod: every block unless it is said to be full.
+            in_part = self.blocks if self.full is None else self._in_part()
+            self.bitmaps = _bitmaps(xp, self.blocks, in_part, self.block_size)
             # Where a call has a mask of its own: every block is shown in part.
             self.bitmaps_under_mask = self.bitmaps
-            if self.mask is None:
+            if self.mask is None and self.full is not None:
                 self.bitmaps_under_mask = _bitmaps(xp, self.blocks, self.blocks, self.block_size)
 
     @property
@@ -127,7 +131,7 @@ class BlockMask:
             return cls(some, size, full, view)
 
     @classmethod
-    def from_function(cls, function, batch, heads, seqlen_q, seqlen_k, block_size=(TILE, TILE), xp=np):
+    def from_function(cls, function, batch, heads, seqlen_q, seqlen_k, block_size=(TILE, TILE), xp=np, elements=True):
         """The blocks in which a function shows something.
 
         Parameters
@@ -142,11 +146,15 @@ class BlockMask:
             As of `BlockMask`.
         xp : module, default numpy
             `numpy` or `cupy`: where the mask is made.
+        elements : bool, default True
+            Whether to keep, if blocks are shown in part, a mask of all elements, a byte each. False: only which blocks
+            are shown, and which are full, for calls whose ``mask_mod`` is the same function. It is then asked in the
+            other blocks alone; a call without it shows them whole.
 
         Returns
         -------
         BlockMask
-            If blocks are shown in part, it holds a mask of all elements, a byte each.
+            On the current device of ``xp``.
 
         Examples
         --------
@@ -157,9 +165,21 @@ class BlockMask:
         >>> document = np.repeat([0, 1, 2], [128, 256, 128])
         >>> cupyflash.BlockMask.from_function(lambda b, h, i, j: document[i] == document[j], 1, 1, 512, 512)
         BlockMask(shape=(1, 1, 4, 4), block_size=(128, 128), density=0.375, in_part=0.000)
+
+        A function that a call is given as well, and asks only where a block is shown in part:
+
+        >>> def near(b, h, i, j):
+        ...     return abs(i - j) <= 200
+        >>> block_mask = cupyflash.BlockMask.from_function(near, 1, 1, 512, 512, elements=False)
+        >>> block_mask
+        BlockMask(shape=(1, 1, 4, 4), block_size=(128, 128), density=0.875, in_part=0.625)
+        >>> options = {"mask_mod": cupyflash.MaskMod(near), "block_mask": block_mask}
+        >>> q = np.zeros((1, 512, 2, 8), np.float32)
+        >>> out = cupyflash.attention(q, q, q, **options)
         """
         size = checks.block_size(block_size)
         checks.array_module(xp)
+        checks.flag("elements", elements)
         batch, heads, seqlen_q, seqlen_k = shape = checks.logits_shape(batch, heads, seqlen_q, seqlen_k)
 
         def shown(rows):
@@ -172,6 +192,8 @@ class BlockMask:
 
         keys = slice(0, seqlen_k)
         some, full = _summary(xp, shown, *shape[2:], size)
+        if not elements:
+            return cls(some, size, full)
         if not (some & ~full).any():
             return cls(some, size)
         mask = xp.empty((*some.shape[:2], seqlen_q, seqlen_k), bool)
@@ -196,12 +218,21 @@ class BlockMask:
         outer = map(max, self.blocks.shape[:2], whole.shape[:2])
         checks.fits(self.layout, (*outer, seqlen_q, seqlen_k))
 
-        def elements(blocks):
-            wide = blocks.repeat(self.block_size[0], axis=2).repeat(self.block_size[1], axis=3)
-            return wide[:, :, :seqlen_q, :seqlen_k]
+        shown = self._elements(self.blocks, seqlen_q, seqlen_k)
+        return shown if self.mask is None else shown & (self._elements(self.full, seqlen_q, seqlen_k) | self.mask)
 
-        shown = elements(self.blocks)
-        return shown if self.mask is None else shown & (elements(self.full) | self.mask)
+    @property
+    def full_for_mod(self):
+        """The blocks in which the `MaskMod` of a call is not asked; None if it is asked in all that are shown."""
+        return self.full if self.mask is None else None
+
+    def elements_for_mod(self, seqlen_q, seqlen_k):
+        """The same by elements, or False."""
+        return False if self.full_for_mod is None else self._elements(self.full, seqlen_q, seqlen_k)
+
+    def _elements(self, blocks, seqlen_q, seqlen_k):
+        wide = blocks.repeat(self.block_size[0], axis=2).repeat(self.block_size[1], axis=3)
+        return wide[:, :, :seqlen_q, :seqlen_k]
 
     def _in_part(self):
         return self.blocks & ~(self.blocks if self.full is None else self.full)

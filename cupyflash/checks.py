@@ -409,8 +409,6 @@ def blocks(blocks, full=None, mask=None, name="blocks"):
     if blocks.ndim not in (2, 3, 4):
         axes = "[[batch,] heads_q,] " + ("seqlen_q, seqlen_k" if name == "mask" else "blocks_q, blocks_k")
         raise ValueError(f"{name} has shape {blocks.shape}; allowed: ({axes})")
-    if full is not None and mask is None:
-        raise ValueError("full is given without a mask; allowed: both, or a mask alone")
     if full is not None:
         _check_broadcasts("full", full.shape, blocks.shape, "the shape of blocks")
     if mask is not None and mask.ndim > 4:

@@ -141,7 +141,7 @@ HOPPER_FORWARD = {
     192: ((64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4), (64, 1, 1, 2, 4, 5), (80, 1, 1, 2, 4, 4)),
     256: ((64, 2, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4), (64, 1, 1, 2, 3, 4)),
 }
-# The same for what spills with the rows above: softcap, and softcap with ALiBi.
+# The same for what spills with the rows above: softcap, and softcap that does not bound the weights.
 HOPPER_FORWARD_SOFTCAP = {64: ((128, 1, 1, 3, 6, 6),) * 4}
 HOPPER_FORWARD_TIGHT = {64: ((96, 1, 1, 3, 6, 6),) * 4}
 # And dropout, and a changed score of packed or narrow rows.
@@ -155,10 +155,13 @@ HOPPER_FORWARD_SPARE = {64: ((128, 1, 1, 2, 4, 6),) * 4, 96: ((96, 1, 1, 2, 4, 4
 # added counts in full, unless it runs beside the exponentials, in one piece with them. Tried, 128, 8192, of the speed
 # without the option, in samples of 20 to 30 ms:
 #   softcap     0.60: a vote for every 16 columns; 0.72: its series in five instructions, exponents made relative to
-#               the maximum at once; 0.83: and no maximum where the cap bounds it; 0.70: with one branch in between
+#               the maximum at once; 0.83: and no maximum where the cap bounds it; 0.70: with one branch in between.
+#               Beside plain calls that follow sums, 0.76 with five instructions, 0.79 with four
 #   dropout     0.51: a call of Philox for 4 weights; 0.26: bits of 32 weights by two idle warps; 0.51: by those who
 #               compute, while the scores are on their way, who wait little; 0.56 to 0.65: beside the exponentials.
-#               Where those had 0.52, 0.44 by four more warps that do nothing else: 1470 cycles for 155 instructions
+#               Where those had 0.52, 0.44 by four more warps that do nothing else: 1470 cycles for 155 instructions.
+#               Beside plain calls that follow sums 0.59, and 0.62 (causal 0.63, 0.58) where these do, too, and calls of
+#               Philox share rounds, which left a warp about 760 instructions for a tile, 320 of them dropout's
 #   mbarriers   waits with a limit of 10 ms instead of the machine's, which ask less often: 9 % less at 64
 HOPPER_FORWARD_DROPPED = {96: ((128, 1, 1, 2, 2, 5),) * 4}  # and with this, dropout
 HOPPER_FORWARD_ALL = {128: ((96, 1, 1, 2, 4, 5),) * 4}  # and with these, softcap, ALiBi and dropout together
@@ -190,13 +193,14 @@ HOPPER_FORWARD_BLOCKS = {
     256: (64, 1, 1, 2, 3, 4),
 }
 # The same for functions of the user that read an array for every score: all reads of a tile are under way together.
+# Beside a block mask, for those that spill with the rows above.
 HOPPER_FORWARD_READS = {
     64: (64, 1, 1, 2, 4, 8),
     96: (64, 1, 1, 2, 4, 6),
     128: (64, 1, 1, 2, 4, 8),
 }
 SHORT = 1024
-# Without options a row's maximum is looked for up to the first tile of keys that the group's rows see in full. From
+# A row's maximum is looked for up to the first tile of keys that the group's rows see in full. From
 # then on it moves where the sums, which are needed anyway, pass 2^12 (core/softmax.cuh): nothing is lost unless a score
 # is 2^127 above it at once. A flag then has the kernel of the rows above, launched behind, compute everything. It costs
 # the launch and the flag's zero, by estimate 4 us. By count, at 64, a warp's instructions for a tile of 128 keys were
@@ -206,7 +210,10 @@ SHORT = 1024
 #    64: 1.02 1.06 1.10, 1.01 1.03 1.06   128: 1.00 1.11 1.14, 0.96 1.07 1.12   256: 0.96 0.97 0.99, 0.92 0.97 0.99
 # The sums watched before the wait for P V, so that all exponentials were, too, on another GPU:
 #    64: 1.02 1.05 1.05, 1.01 1.03 1.04   128: 1.01 1.09 1.11, 0.95 1.05 1.10   256: 0.95 0.99 1.00, 0.95 0.97 0.99
-# With block masks it was not timed beside the maximum.
+# Of changed scores the first ones may be far below those that follow, as those of ALiBi are: there the maximum begins at
+# 2^-16, and a flag tells of rows whose sum that leaves too small. 128, 8192, of the speed of a plain call that follows
+# sums, before and with sums, not in one run: ALiBi 0.78 and 0.91, as a ScoreMod 0.73 and 0.81, dropout: see above.
+# Not timed beside the maximum: block masks, packed sequences, softcap without bounds.
 STEADY = 128  # head_dim up to which it is used,
 STEADY_KEYS = 2048  # keys that a row may see from which on,
 STEADY_SCORES = 1 << 28  # and scores of the whole call,
@@ -281,7 +288,8 @@ BACKWARD_BLOCKS = {256: ((32, 64, 8, 4, 2, 2, 1, 1),)}  # and a block mask
 #   split                                        128: 349 / 455 / 489
 # With dropout, 128 and 64 at 8192: 0.60 and 0.40 of the speed without it while two warps decided, in 205 instructions a
 # word: of the four schedulers, theirs lacked the issue slots. 0.71 and 0.55 with three, which find the keys of Philox's
-# rounds in the constants of the call: 155 instructions.
+# rounds in the constants of the call: 166 instructions by today's count. 138 since calls share rounds and a bit takes
+# one instruction to compare: 0.72, causal 0.74 instead of 0.69, at 128. So the deciding warps bind no longer.
 # With a bias. By count, at 128: the products of 64 queries and 128 keys take 2560 cycles at best.
 # In that time a 16-bit bias brings 16 KB, 6.4 bytes a cycle, takes 128 wavefronts of shared memory to bring and 128 to
 # read it transposed (ldmatrix.trans), and adds 2.2 instructions a score. Expected: 0.85 of the speed without it; 0.65
@@ -492,14 +500,14 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
         few = (problem.dropout or problem.mask) and sum(_change(problem)) > 1  # registers
         spec = _with_logits(make, row(table)[-1 if few else 0 :], problem.dropout > 0)  # which spills with one at 128
     elif problem.blocks:
-        spec = make(row(HOPPER_FORWARD_BLOCKS))
+        spec = make(row(HOPPER_FORWARD_BLOCKS | (HOPPER_FORWARD_READS if _crowded(problem.mods) else {})))
     elif problem.mods and problem.mods.reads:
         spec = make(row(HOPPER_FORWARD_READS))
     else:
         at = 2 * problem.banded + bool(problem.varlen or problem.seqlen_k > SHORT)
         tilings = HOPPER_FORWARD
         if problem.softcap is not None:
-            tilings = tilings | (HOPPER_FORWARD_TIGHT if problem.alibi else HOPPER_FORWARD_SOFTCAP)
+            tilings = tilings | (HOPPER_FORWARD_SOFTCAP if _bounded(problem) else HOPPER_FORWARD_TIGHT)
         spec = make(row(tilings)[at])
         both = problem.mods is not None and any(_change(problem))
         spare = problem.dropout or both or changed and (spec.packed or access < 16 or problem.varlen or problem.mask)
@@ -512,12 +520,20 @@ def hopper_forward(problem: Problem, access: int, float32_out: bool) -> Variant:
 
 def steady(problem: Problem) -> bool:
     """Whether Hopper's forward follows sums in place of maxima, see `STEADY`."""
-    # Without blocks, no tile of a mask is known to be seen in full.
-    if problem.bias or (problem.mask and not problem.blocks) or any(_change(problem)) or problem.mods or problem.varlen:
+    changed = any(_change(problem)) or problem.mods
+    # Without blocks, no tile of a mask is known to be seen in full, and none of a function's.
+    if problem.bias or _bounded(problem) or (problem.mods and problem.mods.mask):
+        return False
+    if changed if problem.blocks else problem.mask:
+        return False
+    if problem.softcap is not None and max(problem.head_dim, problem.head_dim_v) <= 64:  # registers
         return False
     if max(problem.head_dim, problem.head_dim_v) > STEADY or problem.scale < LEAST_SCALE:
         return False
     sides = problem.left, problem.right
+    if problem.varlen:  # of sequences as long as their mean; where they differ, most rows are of longer ones
+        means = problem.seqlen_q // problem.batch, 2 * problem.seqlen_k // problem.batch
+        problem = replace(problem, varlen=None, seqlen_q=means[0], seqlen_k=means[1])
     keys = problem.seqlen_k if None in sides else min(problem.seqlen_k, sum(sides) + 1)
     return keys >= STEADY_KEYS and problem.batch * problem.heads_q * counts.scores(problem) >= STEADY_SCORES
 
@@ -525,6 +541,11 @@ def steady(problem: Problem) -> bool:
 def steadily(main: Variant) -> tuple[Variant, Variant]:
     """Return the kernel that follows sums, and `main` as it runs behind: only if the flag is set."""
     return tuple(replace(main, spec=replace(main.spec, **{name: True})) for name in ("steady", "only_if"))
+
+
+def _crowded(mods) -> bool:
+    """Whether functions of the user beside a block mask spill with 128 keys: a ScoreMod that reads or has a MaskMod."""
+    return mods is not None and mods.score is not None and (mods.reads or mods.mask is not None)
 
 
 def _with_logits(make, tilings: tuple, prefers_two: bool = False):

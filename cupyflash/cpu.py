@@ -314,7 +314,7 @@ class _Stack:
             np.copyto(by_head, -np.inf, where=self._hidden(ahead)[:, None, :])
         if self.mask is not None:
             shown = self._tile_of(self.mask, rows, tile)
-            if self.block_mask is not None and self.block_mask.full is not None:
+            if self.block_mask is not None and self.block_mask.mask is not None:
                 shown = shown | self._block(self.block_mask.full, rows, tile)
             np.copyto(by_head, -np.inf, where=~shown)
         if self.block_mask is not None:
@@ -322,7 +322,10 @@ class _Stack:
         if self.given is not None and self.given.mask is not None:
             mod = self.given.mask
             seen = mod.function(*self._places(rows, tile), **self.given.keywords(mod, self.dtype))
-            np.copyto(by_head, -np.inf, where=~np.asarray(seen, bool))
+            seen = np.asarray(seen, bool)
+            if self.block_mask is not None and self.block_mask.full_for_mod is not None:
+                seen = seen | self._block(self.block_mask.full, rows, tile)
+            np.copyto(by_head, -np.inf, where=~seen)
         return logits, modified
 
     def _modified(self, by_head, rows, tile, backward):

@@ -3,16 +3,17 @@
 They come from Philox 4x32 [1]_, a block cipher of a counter: no state, so that the backward finds them again tile by
 tile, in any order. ``kernels/any/dropout.cuh`` computes the same.
 
-* Each weight has a number of 32 bits, and is kept where it is at least ``dropout * 2**32``.
-* The numbers of 32 weights are made together and from the top: word n of a stream holds bit ``31 - n`` of all of them.
-  After 12 words or so most comparisons are decided, and the other words are not needed: a third of the random bits
-  decides as exactly as all would.
+* Each weight has a number of 32 bits, and is kept where it is at least the threshold, ``dropout * 2**32``.
+* The numbers of 32 weights are made together and from the top: word n of a stream tells of all of them whether bit
+  ``31 - n`` differs from the threshold's. The first one that does decides. After 12 words or so most have, and the
+  other words are not needed: a third of the random bits decides as exactly as all would.
 * A block of 16 x 16 weights has 8 streams. Bits 2 and 1 of the query and bit 2 of the key are the bits of the number
   of the stream. Bit 3 of the query and bit 3 of the key say the byte of a word, then bit 1 of the key, bit 0 of the
   query and bit 0 of the key the bit, from the highest one down: a lane of the tensor cores' fragments finds its 8
   weights of a block in one word, in those of S and of its transpose alike.
-* The counter is ``(8 * (query // 16) + call, 8 * (key // 16) + stream, head, batch)`` and the key is the seed, its
-  lower 32 bits first. Each call makes 4 words of a stream.
+* The counter is ``(query // 16, 8 * (8 * (key // 16) + stream) + call, head, batch)`` and the key is the seed, its
+  lower 32 bits first. Each call makes 4 words of a stream. All that differs between the calls of some queries is in
+  the second word, on which a third of the arithmetic does not depend.
 
 7 rounds are the fewest with which Philox 4x32 passes all of TestU01's BigCrush [1]_; 10, its authors' default and that
 of most libraries, add a margin that no statistic of a mask can tell, and cost two fifths more.
@@ -86,13 +87,11 @@ def kept(xp, dropout, seed, batch, heads, queries, keys):
             break  # what is undecided is kept: it is not less in bits that are 0
         if n % 16 == 0:  # four calls at once: NumPy is slow at small arrays
             call = xp.arange(n // 4, n // 4 + 4, dtype=xp.uint64).reshape(-1, 1, 1, 1, 1)
-            words = philox((8 * query + call, stream, head, batch), (seed % WORD, seed // WORD))
+            words = philox((query, 8 * stream + call, head, batch), (seed % WORD, seed // WORD))
         word = words[n % 4][n // 4 % 4]
         if threshold >> 31 - n & 1:
-            dropped |= undecided & ~word
-            undecided &= word
-        else:
-            undecided &= ~word
+            dropped |= undecided & word
+        undecided &= ~word
     mask = xp.unpackbits((~dropped).astype("<u4").view(xp.uint8)).reshape(*shape[:3], len(stream) // 8, *(2,) * 8)
     #  bits of the weights' places, as in `mask`: q2 q1 k2, q3 k3, k1 q0 k0
     mask = mask.transpose(0, 1, 2, 7, 4, 5, 10, 3, 8, 6, 9, 11).reshape(*shape[:2], 16 * len(query), 2 * len(stream))

@@ -141,7 +141,7 @@ class Plan:
         slots = []
         for name in names:
             if name == "dropout":
-                slots += range(first := _slot(params.dtype, name), first + ROUNDS * bool(params[name]["threshold"]))
+                slots += range(first := _slot(params.dtype, name), first + ROUNDS * bool(params[name]["bits"].any()))
             elif name != "mods":
                 slots.append(_slot(params.dtype, name))
             elif mods:

@@ -93,7 +93,9 @@ def forward(problem: Problem, indices: dict, q, k, v, out, lse, slopes, sink, se
     plan = _plan(_plan_forward, problem, indices, arrays, Rest(lse, slopes, sink, None, None, NO_BLOCKS))
     pointers = [launch._pointer(x) for x in (*arrays, lse, slopes, sink)]
     table = _prepare(plan, indices, pointers[3], 0, 0, pointers[4])
-    plan.main.run(*pointers, *dropout_words(problem, seed), table)
+    zero = cupy.zeros(plan.main.workspace, np.uint32) if plan.main.workspace else None
+    launch.keep_for_graph(zero)
+    plan.main.run(*pointers, *dropout_words(problem, seed), table.data.ptr, *launch._of_zeros(zero))
 
 
 def backward(
@@ -132,7 +134,7 @@ def backward(
     pointers = [launch._pointer(x) for x in (*arrays, lse, dlse, delta, dq_sum, turn, slopes, sink, dsink)]
     table = _prepare(plan, indices, *pointers[5:8], 0)
     plan.main.run(
-        *pointers, *dropout_words(problem, seed), table, *pointers[:4]
+        *pointers, *dropout_words(problem, seed), table.data.ptr, *pointers[:4]
     )  # the first four again: into maps, if there are any
 
 
@@ -146,13 +148,13 @@ def _nothing(problem: Problem) -> bool:
     return 0 in (problem.batch, problem.seqlen_q, problem.heads_q)
 
 
-def _prepare(plan: _Pass, indices: dict, *cleared: int) -> int:
-    """Launch what comes first; return the address of the table."""
+def _prepare(plan: _Pass, indices: dict, *cleared: int):
+    """Launch what comes first; return the table, to be held: what is allocated later must not lie in its place."""
     table = cupy.empty(plan.words, np.int32)
     launch.keep_for_graph(table)
     pointers = [launch._pointer(indices.get(f"{name}_{side}")) for side in "qk" for name in ("cu_seqlens", "seqused")]
     plan.before.run(*pointers, table.data.ptr, *cleared)
-    return table.data.ptr
+    return table
 
 
 def _plan(make, problem: Problem, indices: dict, arrays: tuple, rest: Rest, *more) -> _Pass:
@@ -273,8 +275,11 @@ def _hopper_forward(device: int, problem: Problem, arrays: list, rest: Rest) -> 
     _fill(params[0], "out", out)
     _fill_forward(params, problem, tiles, rest)
     runs = launch._blocks(problem.heads_q, tiles.bounds["queries"])
-    one = Launch.of(variant, min(-(-runs // spec.teams), most))
-    return variant, tiles, Plan.of((one,), params, ("q", "k", "v", target, *OTHER_POINTERS), None)
+    variants = choose.steadily(variant) if choose.steady(problem) else (variant,)
+    launches = tuple(Launch.of(one, min(-(-runs // spec.teams), most)) for one in variants)
+    more, workspace = (("taken", "only_if"), (launch.ZEROS,)) if len(launches) > 1 else ((), ())
+    names = ("q", "k", "v", target, *OTHER_POINTERS, *more)
+    return variant, tiles, Plan.of(launches, params, names, None, workspace)
 
 
 def _fill_forward(params: np.ndarray, problem: Problem, tiles: Tiles, rest: Rest) -> None:

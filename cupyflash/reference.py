@@ -110,6 +110,7 @@ def attention_backward(
     mask_mod=None,
     dropout=0.0,
     seed=None,
+    bias_gradient=True,
     _first_batch=0,
 ):
     """Gradients of standard attention in float64, from their formulas.
@@ -128,6 +129,8 @@ def attention_backward(
         What `attention` returned for them.
     dlse : ndarray, optional
         Gradient of `lse`.
+    bias_gradient : bool, default True
+        As in `cupyflash.attention_backward`.
 
     Returns
     -------
@@ -157,7 +160,7 @@ def attention_backward(
             dscore_mod = {name: xp.zeros(captured[name].shape) for name in score_mod.gradients}
             add_gradients(dscore_mod, score_mod.function, before, _places(xp, before), captured, ds)
         ds = xp.where(p == 0, 0.0, ds * tangent)
-    dbias = None if bias is None else _summed(ds.reshape(by_head), bias.shape)
+    dbias = None if bias is None or not bias_gradient else _summed(ds.reshape(by_head), bias.shape)
     ds = derivative * ds
     dq = scale * ds @ k
     dk = scale * ds.swapaxes(-1, -2) @ q
@@ -329,7 +332,11 @@ def _logits(xp, q, k, causal, window, scale, softcap, bias, mask, block_mask, al
     if block_mask is not None:
         seen = seen & _by_head(xp, block_mask.dense(*lengths), before)
     if mask_mod is not None:
-        seen = seen & mask_mod.function(*_places(xp, before), **_captured(xp, mask_mod))
+        shown = mask_mod.function(*_places(xp, before), **_captured(xp, mask_mod))
+        if block_mask is not None:
+            full = xp.asarray(block_mask.elements_for_mod(*lengths))
+            shown = shown | _by_head(xp, full, before)
+        seen = seen & shown
     return xp.where(seen, logits, -math.inf), derivative, before, tangent
 
 

@@ -1,6 +1,7 @@
 """Backends as fixtures, the tests that need a GPU, and the record of their run."""
 
 import datetime
+import importlib
 import json
 import os
 import platform
@@ -70,8 +71,8 @@ def steady(monkeypatch):
     def set_keys(count):
         monkeypatch.setattr(choose, "STEADY_KEYS", count)
         monkeypatch.setattr(choose, "STEADY_SCORES", 1)
-        if not NO_CUDA:
-            monkeypatch.setattr("cupyflash.launch._plans", {})
+        for name in () if NO_CUDA else ("launch", "launch_varlen"):
+            monkeypatch.setattr(importlib.import_module(f"cupyflash.{name}"), "_plans", {})
 
     set_keys(1)
     return lambda wanted: set_keys(1 if wanted else 1 << 40)

@@ -38,7 +38,7 @@ SHAPES = (
     (17, 19, 1, 1, 37, 21),
     (100, 90, 80, 80, 64, 64),  # more tiles than multiprocessors
 )
-STAYING = (200, 450, 2, 2, 64, 64), (5, 600, 8, 1, 64, 64)  # with tiles of keys under a maximum that stays
+BY_SUMS = (200, 450, 2, 2, 64, 64), (5, 600, 8, 1, 64, 64)  # with tiles of keys where sums are followed
 MASKS = ({}, {"causal": True}, {"window": (40, 9)}, {"causal": True, "dropout": 0.3, "seed": 1})
 CHANGES = ({"softcap": 2.0}, {"slope": 0.1, "causal": True}, {"softcap": 2.0, "slope": 0.1, "window": (40, 9)})
 LOGITS = ({"bias": (1, 1, 1, 1)}, {"bias": (0, 1, 0, 1), "mask": (1, 0, 1, 1)}, {"bias": (0, 0, 1, 0), "softcap": 2.0})
@@ -117,7 +117,7 @@ def main():
         return
     cases = [(path, *x, np.float16) for path in options.paths for x in product(SHAPES, OPTIONS, SINKS, BLOCKS)]
     precise.HALVES_LENGTH = choose.STEADY_KEYS = choose.STEADY_SCORES = 1
-    cases += product(options.paths, STAYING, MASKS[:3], SINKS, (None,), (bfloat16,))
+    cases += product(options.paths, BY_SUMS, MASKS[:3], SINKS, (None,), (bfloat16,))
     for dtype, paths in ((np.float32, options.paths), (np.float64, options.paths[:1])):
         cases += product(paths, SHAPES, PRECISE_OPTIONS, (False,), (None,), (dtype,))
     part, parts = options.part

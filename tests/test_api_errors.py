@@ -414,8 +414,31 @@ def test_a_right_array_in_another_place():
     assert gradients.dsink is None and gradients.dbias.shape == (4, 1, 1)
 
 
-def test_deterministic_is_a_switch(no_backend):
-    refused(TypeError, "deterministic is 1", cupyflash.attention_backward, *backward_arguments(), deterministic=1)
+@pytest.mark.parametrize("name", ["deterministic", "bias_gradient"])
+@pytest.mark.parametrize("value", [1, 0, None, "dbias", np.ones(1, bool)], ids=str)
+def test_switches_of_the_backward(no_backend, name, value):
+    """Also without a bias."""
+    for options in ({}, {"bias": np.ones(5, F32)}):
+        args = *backward_arguments(), {name: value} | options
+        refused(
+            TypeError, f"{name} is ", lambda *arrays: cupyflash.attention_backward(*arrays[:-1], **arrays[-1]), *args
+        )
+
+
+def test_bias_gradient_without_a_bias():
+    """There is none to leave out; and a switch may be one of NumPy."""
+    args = backward_arguments()
+    expected = cupyflash.attention_backward(*args)
+    for value in (False, True, np.False_, np.True_):
+        got = cupyflash.attention_backward(*args, bias_gradient=value)
+        assert got.dbias is None and all((x == y).all() for x, y in zip(got[:3], expected, strict=False))
+
+
+def test_a_call_does_not_decide_for_others_about_dbias():
+    """What is remembered of a call knows whether it was wanted."""
+    args, bias = backward_arguments(), np.ones((3, 5), F32)
+    for wanted in (True, False, True, False):
+        assert (cupyflash.attention_backward(*args, bias=bias, bias_gradient=wanted).dbias is None) != wanted
 
 
 def test_unknown_option(no_backend):

@@ -248,6 +248,99 @@ def test_table_fails_where_cupyflash_does(monkeypatch, capsys, tmp_path, name, c
     assert (f"gpt2 causal S128: {name}.bwd: ValueError: no\n" in capsys.readouterr().err) == bool(code)
 
 
+@pytest.fixture
+def run_table(monkeypatch, tmp_path):
+    """Run it at ``commit`` without a GPU; the exit code, the sizes that it measured, and the file."""
+    pytest.importorskip("torch")
+    import table
+
+    output = tmp_path / "out.json"
+
+    def run(*words, commit="1", gpu="some GPU"):
+        made = []
+
+        def measure(groups, missing, timing, dtype, shape, causal, seqlen):
+            made.append(seqlen)
+            names = [name for group in groups for name in group]
+            times = {f"{name}.fwd": 1.0 for name in names if name != "fa2"}
+            return {"batch": 1, "milliseconds": times, "bytes": {}, "failed": {"fa2.fwd": "refused", "fa2.bwd": "no"}}
+
+        words = ["--shapes", "gpt2", "--peers", "fa2", "--output", str(output), *words]
+        monkeypatch.setattr(sys, "argv", ["table.py", *words])
+        monkeypatch.setattr(table, "measure_cell", measure)
+        monkeypatch.setattr(table.output, "gpu_of", lambda _: gpu)
+        monkeypatch.setattr(table.output, "commit", lambda: commit)
+        return code_of(table.main, words), made, output
+
+    return run
+
+
+def commits_of(output):
+    return {key.split(" S")[1]: cell.get("commit") for key, cell in json.loads(output.read_text())["cells"].items()}
+
+
+def test_a_table_that_goes_on(run_table, capsys):
+    """A size with a figure, or a failure, of all that is wanted stays, with its commit."""
+    import drawing
+
+    assert run_table("--seqlens", "128", "512")[:2] == (0, [128, 512])
+    code, made, output = run_table("--seqlens", "128", "256", "512", "--keep", commit="2")
+    assert (code, made, commits_of(output)) == (0, [256], {"128": "1", "512": "1", "256": "2"})
+    rows = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[-4:] == ["gpt2", "128", "256", "512"]
+    result = json.loads(output.read_text())
+    assert len(result["commands"]) == 2 and "--keep" in result["commands"][1]
+    assert "commit" not in result and drawing.origin(result).endswith(", cupyflash at 1, 2")
+    assert run_table("--seqlens", "128", "--keep", "--paths", "sm80")[1] == []
+    assert run_table("--seqlens", "128", "--keep", "--paths", "sm90")[1] == [128]
+    output.write_text(json.dumps(result | {"missing": {"cupyflash-sm90": "no"}}))
+    assert run_table("--seqlens", "128", "--keep", "--paths", "sm90")[1] == []
+    assert run_table("--seqlens", "128", commit="3")[1] == [128] and commits_of(output) == {"128": "3"}
+
+
+@pytest.mark.parametrize("commit", ["0", None])
+def test_a_table_of_before_that_goes_on(run_table, commit):
+    """It names one command, which alone says the timing, and at most one commit."""
+    *_, output = run_table("--seqlens", "128", "--rounds", "2")
+    old = json.loads(output.read_text())
+    for name in ("commands", "rounds", "seconds"):
+        del old[name]
+    del old["cells"]["gpt2 causal S128"]["commit"]
+    old |= {"command": "python table.py --both-masks --rounds 2"} | ({"commit": commit} if commit else {})
+    output.write_text(json.dumps(old))
+    assert run_table("--seqlens", "128", "256", "--rounds", "3", "--keep")[0] == 2
+    assert json.loads(output.read_text()) == old
+    for more in ("256", "512"):
+        assert run_table("--seqlens", "128", more, "--rounds", "2", "--keep", commit="1")[:2] == (0, [int(more)])
+    result = json.loads(output.read_text())
+    assert commits_of(output) == {"128": commit, "256": "1", "512": "1"}
+    assert (result["rounds"], result["seconds"]) == (2, 0.01)
+    assert len(result["commands"]) == 3 and result["commands"][0] == old["command"] and "command" not in result
+
+
+def test_a_table_keeps_what_is_of_the_same_machine_and_timing(run_table, capsys):
+    *_, output = run_table("--seqlens", "128")
+    text = output.read_text()
+    capsys.readouterr()
+    for words, gpu, said in (
+        ([], "another GPU", "gpu some GPU, this run another GPU"),
+        (["--dtype", "bfloat16"], "some GPU", "dtype float16, this run bfloat16"),
+        (["--rounds", "2"], "some GPU", "rounds 3, this run 2"),
+        (["--seconds", "0.03"], "some GPU", "seconds 0.01, this run 0.03"),
+    ):
+        assert run_table("--seqlens", "256", "--keep", *words, gpu=gpu)[:2] == (2, [])
+        message = f"table.py: --keep of {output}: ValueError: it has {said}; allowed: the same\n"
+        assert capsys.readouterr().err == message and output.read_text() == text
+    other = json.loads(text)
+    output.write_text(json.dumps(other | {"versions": dict.fromkeys(other["versions"], "0")}))
+    assert run_table("--seqlens", "256", "--keep")[:2] == (2, [])
+    assert " 0, this run " in capsys.readouterr().err
+    for text in ("{", "[]", '{"gpu": "some GPU"}', '{"command": "x", "cells": [1]}', '{"commands": [1], "cells": {}}'):
+        output.write_text(text)
+        assert run_table("--keep")[:2] == (2, []) and output.read_text() == text
+        assert f"table.py: --keep of {output}: " in capsys.readouterr().err
+
+
 class FakePool:
     """Of CuPy: what it holds stays held until it is told to let go."""
 
@@ -934,6 +1027,7 @@ def test_a_result_that_goes_on(side_by_side):
 def run_side_by_side(side_by_side, monkeypatch, tmp_path):
     """Run it without a GPU, with cells that have ``failed``; the exit code and the file."""
     output = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["side_by_side.py"])
     monkeypatch.setattr(side_by_side.output, "commit", lambda: "12345678+")
     monkeypatch.setattr(side_by_side, "ceilings", lambda: {"bf16 matmul TFLOP/s": 700})
 
@@ -1063,6 +1157,29 @@ def test_options_compute_what_flex_attention_does(options, monkeypatch, tmp_path
     monkeypatch.setattr(options.output, "gpu_of", lambda _: "another GPU")
     assert code_of(options.main, [*words, "--only", "alibi"]) == 2
     assert "has gpu some GPU, this run another GPU; allowed: the same" in capsys.readouterr().err
+
+
+def test_a_constant_bias_has_no_gradient(options, monkeypatch):
+    """In neither library, and in both the same bias as where it has one."""
+    for shape in ("HxSxS", "SxS", "S"):
+        row, constant = (options.ROWS[f"{kind} {shape}"] for kind in ("bias", "constant bias"))
+        *same, dbias = options.ours(row.options(row.size), row.size)[1]
+        got = options.ours(constant.options(row.size), row.size)[1]
+        assert len(got) == 4 and all((x == y).all() for x, y in zip(got, same, strict=True))
+        assert dbias.shape == row.options(row.size)["bias"].shape
+
+    differentiated = []
+
+    def pair(function, *arrays):
+        differentiated.append(len(arrays) - 1)
+        return options.Pair(lambda: function(*arrays[:-1]), list, options.synchronize)
+
+    monkeypatch.setattr(options, "torch_pair", pair)
+    options.flex.cache_clear()
+    rows = [options.ROWS[name] for name in ("softcap", "bias SxS", "constant bias SxS")]
+    outs = [options.flex(row.flex, row.size)[1][0] for row in rows]
+    assert differentiated == [3, 4, 3] and (outs[1] == outs[2]).all() and (outs[0] != outs[1]).any()
+    options.flex.cache_clear()
 
 
 def test_options_that_are_none(options, capsys):

@@ -142,6 +142,62 @@ def test_groups_of_heads(backend1, heads_q, heads_k, seqlen_q, seqlen_k):
         check(backend1, *x.qkv, x.dout, x.dlse, bias=bias, mask=mask)
 
 
+def assert_same_without_dbias(backend, x, bias, same_kernels, **options):
+    """The other gradients are right, twice the same, and the same as beside dbias where the same kernels run."""
+    out, lse = cupyflash.attention(*x.qkv, bias=bias, return_lse=True, **options)
+
+    def gradients(wanted):
+        arrays = x.dout, *x.qkv, out, lse
+        options_ = options | {"bias": bias, "bias_gradient": wanted, "deterministic": True}
+        return tools.named(cupyflash.attention_backward(*arrays, dlse=x.dlse, **options_))
+
+    both, alone, again = gradients(True), gradients(False), gradients(False)
+    assert_same_bits(again, alone)
+    assert both.pop("dbias").shape == bias.shape and [*alone] == [*both]
+    right = tools.expectation(backend, *x.qkv, x.dout, x.dlse, bias=bias, **options)
+    for name, gradient in alone.items():
+        tools.assert_close(name, backend.host(gradient), *right[name])
+        assert not same_kernels or tools.same_bits(gradient, both[name]), name
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_constant(backend, shape, with_sink):
+    """The kernel of dq that writes a dbias without sums, too, is another than that without it."""
+    options = {"sink": sinks(backend, 4)} if with_sink else {}
+    same_kernels = backend.name == "numpy" or shape != (2, 4, 70, 130)
+    assert_same_without_dbias(backend, case(backend), biases(backend, shape), same_kernels, causal=True, **options)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 300, 600), (4, 300, 600), (300, 600), (600,)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "causal": True}], ids=["none", "softcap"])
+def test_constant_of_wider_heads(backend16, head_dim, shape, options):
+    x, bias = case(backend16, 300, 600, head_dim=head_dim), biases(backend16, shape)
+    assert_same_without_dbias(backend16, x, bias, backend16.name == "numpy" or len(shape) < 4, **options)
+
+
+@pytest.mark.parametrize("gradients", [(), ("slope",)])
+def test_constant_beside_a_function(gradients):
+    """Gradients of what a function captured are another question."""
+    backend = tools.Backend("numpy", "float32")
+    x, bias, slope = case(backend), biases(backend, (4, 1, 130)), backend.array(np.linspace(0.1, 0.4, 4))
+    mod = cupyflash.ScoreMod(
+        lambda score, b, h, i, j, slope: score - slope[h] * abs(i - j), slope=slope, gradients=gradients
+    )
+    out, lse = cupyflash.attention(*x.qkv, bias=bias, score_mod=mod, return_lse=True)
+    both, alone = (
+        cupyflash.attention_backward(x.dout, *x.qkv, out, lse, bias=bias, score_mod=mod, bias_gradient=wanted)
+        for wanted in (True, False)
+    )
+    assert both.dbias.shape == bias.shape and alone.dbias is None
+    assert all(tools.same_bits(one, other) for one, other in zip(alone[:3], both[:3], strict=True))
+    if gradients:
+        assert tools.same_bits(alone.dscore_mod["slope"], both.dscore_mod["slope"])
+    else:
+        assert alone.dscore_mod is both.dscore_mod is None
+
+
 def test_sums_over_much(backend16):
     """The gradient of one number: a sum of 2 * 4 * 700 * 700 terms, in float32, of a bias of 16 bits."""
     x = case(backend16, 700, 700, head_dim=8)

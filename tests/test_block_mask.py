@@ -352,7 +352,9 @@ def test_bitmaps_of_a_mask(backend1, shape):
     mask[..., 100:, 120:260] = False
     mask = backend1.xp.asarray(mask)
     for given in (mask, ~mask, mask & False, mask | True, mask[:, :, ::-1]):
-        for got, expected in zip(bitmaps_of(backend1.xp, given), cupyflash.BlockMask.from_mask(given).bitmaps):
+        made = cupyflash.BlockMask.from_mask(given)
+        whole = cupyflash.BlockMask(made.blocks, full=made.blocks if made.full is None else made.full)
+        for got, expected in zip(bitmaps_of(backend1.xp, given), whole.bitmaps):
             assert tools.same_bits(got, expected)
 
 
@@ -429,12 +431,15 @@ ONE = np.ones((1, 1), bool)
         ((ONE, (128,)), TypeError, "block_size is"),
         ((ONE, 128.0), TypeError, "block_size is 128.0"),
         ((ONE, True), TypeError, "block_size is True"),
-        ((ONE, 128, ONE), ValueError, "full is given without a mask"),
-        (
-            (ONE, 128, np.ones((2, 2), bool), ONE),
-            ValueError,
-            r"full has shape \(2, 2\); allowed: what broadcasts to \(1, 1\)",
+        *(
+            (
+                (ONE, 128, np.ones((2, 2), bool), *mask),
+                ValueError,
+                r"full has shape \(2, 2\); allowed: what broadcasts to \(1, 1\)",
+            )
+            for mask in ((), (ONE,))
         ),
+        ((ONE, 128, np.ones((1, 1))), TypeError, "full has dtype float64; allowed: bool"),
         ((ONE, 128, None, np.ones(3)), TypeError, "mask has dtype float64"),
         ((ONE, 128, None, np.ones((1,) * 5, bool)), ValueError, "mask has shape"),
     ],
@@ -459,6 +464,8 @@ def test_wrong_sources():
             cupyflash.BlockMask.from_function(function, 1, 1, 200, 200)
     with pytest.raises(TypeError, match="xp is"):
         cupyflash.BlockMask.from_function(lambda b, h, i, j: i >= j, 1, 1, 2, 2, xp=math)
+    with pytest.raises(TypeError, match="elements is 1"):
+        cupyflash.BlockMask.from_function(lambda b, h, i, j: i >= j, 1, 1, 2, 2, elements=1)
     with pytest.raises(ValueError, match="seqlen_q is -1"):
         cupyflash.BlockMask.from_function(lambda b, h, i, j: i >= j, 1, 1, -1, 2)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from cupyflash import choose, compiler, precise
-from cupyflash.mods import Mods
+from cupyflash.mods import Mod, Mods
 from cupyflash.problem import Problem
 from cupyflash.spec import BIAS_TYPES, Variant
 
@@ -66,6 +66,7 @@ def is_valid_hopper_forward(spec):
     assert spec.q_slots >= spec.groups and spec.slots >= 3
     assert spec.threads == 128 * (spec.teams * spec.groups + 1) and spec.block_q == 64 * spec.cluster * spec.groups
     assert spec.block_k // spec.cluster % 8 == 0, "each block of a cluster copies whole groups of eight rows"
+    assert not spec.blocks or choose.divides_mask_tile(spec.block_q, spec.block_k)
     return spec.head_dim % 16 == 0 and {spec.block_k, spec.head_dim_v} <= wgmma_widths()
 
 
@@ -515,24 +516,31 @@ STEADY = replace(problem(64), batch=4, seqlen_q=4096, seqlen_k=4096, heads_q=8, 
         (True, {"scale": 0.01}),
         (False, {"scale": 0.0}),
         (False, {"scale": 1e-35}),
+        (True, {"softcap": 50.0, "head_dim": 128, "head_dim_v": 128}),
         (False, {"softcap": 50.0}),
-        (False, {"softcap": 5.0}),
-        (False, {"alibi": True}),
-        (False, {"dropout": 0.5}),
+        (False, {"softcap": 5.0, "head_dim": 128, "head_dim_v": 128}),  # bounded
+        (True, {"softcap": 5.0, "head_dim": 128, "head_dim_v": 128, "dtype": "float16"}),
+        (True, {"alibi": True}),
+        (True, {"dropout": 0.5}),
+        (False, {"blocks": True, "alibi": True}),
+        (False, {"blocks": True, "dropout": 0.5}),
         (False, {"bias": "bfloat16"}),
         (False, {"mask": True}),
         (True, {"blocks": True}),
         (True, {"blocks": True, "mask": True}),
         (False, {"blocks": True, "bias": "bfloat16"}),
         (False, {"varlen": "lower_right"}),
-        (False, {"mods": Mods()}),
+        (False, {"varlen": "lower_right", "seqlen_q": 65536, "seqlen_k": 65536, "batch": 65}),
+        (True, {"varlen": "lower_right", "seqlen_q": 65536, "seqlen_k": 65536, "batch": 64}),
+        (True, {"mods": Mods(score=Mod("score_mod", "score", ()))}),
+        (False, {"mods": Mods(mask=Mod("mask_mod", "true", ()))}),
     ],
 )
-def test_when_the_maximum_stays(expected, change):
+def test_when_sums_are_followed(expected, change):
     assert choose.steady(replace(STEADY, **change)) is expected
 
 
-def test_the_kernel_behind_one_whose_maximum_stays():
+def test_the_kernel_behind_one_that_follows_sums():
     """Tiled alike: both take the same struct."""
     main = choose.hopper_forward(STEADY, 16, False)
     first, behind = choose.steadily(main)

@@ -503,7 +503,7 @@ def group_products(variant):
     s = variant.spec
     if variant.template == "hopper_precise_forward":  # three products of halves each
         return 3 * (s.head_dim // 16), 3 * (s.block_k // 16)
-    if variant.template == "hopper_forward":  # tiles under a maximum that stays have a loop of their own
+    if variant.template == "hopper_forward":  # tiles where sums are followed have a loop of their own
         return (2 + s.steady) * (s.head_dim // 16), (2 + s.steady) * (s.block_k // 16)
     if variant.template == "hopper_backward":  # S and dP twice, and dq
         width, keys = 2 * s.head_dim + 2 * s.head_dim_v, s.block_k
@@ -727,7 +727,7 @@ SOME_DIMS = (64, 128, 256)
 @pytest.mark.parametrize(
     "head_dim, head_dim_v", [(64, 64), (8, 64), (64, 8), (96, 72), (128, 128), (192, 128), (256, 256)]
 )
-def test_kernels_whose_maximum_stays_fit(head_dim, head_dim_v):
+def test_kernels_that_follow_sums_fit(head_dim, head_dim_v):
     """In every way to write out."""
     plain = Problem("bfloat16", 1, 4096, 4096, 3, 3, head_dim, head_dim_v, 1.0)
     problems = (

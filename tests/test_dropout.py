@@ -70,11 +70,20 @@ def keys():
 @needs_nvrtc
 def test_known_answers_of_the_kernels():
     """The compiler computes Philox of any/dropout.cuh for counters of all sizes; NumPy gives the same."""
-    lines = [keys()]
+    lines = [
+        keys(),
+        """
+        __device__ constexpr unsigned word(int i, unsigned a, unsigned b, unsigned c, unsigned d) {
+          unsigned words[4] = {};
+          cupyflash::Philox(a, c, d, keys).make(words, b & ~7u, b & 7);
+          return words[i];
+        }
+        """,
+    ]
     for counter in ((0, 0, 0, 0), (1, 2, 3, 4), (2**29 - 1, 2**29 - 1, 2**32 - 1, 2**32 - 1), (9, 0, 70000, 2**31)):
         expected = philox([np.array([n], np.uint64) for n in counter], KEY)
-        made = f"cupyflash::Philox({', '.join(f'{n}u' for n in counter)}, keys)"
-        lines += [f"static_assert({made}.x[{i}] == {int(word[0])}u);" for i, word in enumerate(expected)]
+        given = ", ".join(f"{n}u" for n in counter)
+        lines += [f"static_assert(word({i}, {given}) == {int(word[0])}u);" for i, word in enumerate(expected)]
     tools.nvrtc_compile(compiler.source("any/dropout.cuh") + "\n".join(lines), (), "sm_90")
 
 
@@ -90,9 +99,9 @@ def place(query, key):
 
 
 def number(batch, head, query, key):
-    """Of 32 bits, of a weight, with the seed SEED: bit by bit."""
+    """What differs from the threshold in the 32 bits of a weight's number, with the seed SEED: bit by bit."""
     stream, bit = place(query, key)
-    counters = [(8 * (query // 16) + call, 8 * (key // 16) + stream, head, batch) for call in range(8)]
+    counters = [(query // 16, 64 * (key // 16) + 8 * stream + call, head, batch) for call in range(8)]
     words = [int(word[0]) for c in counters for word in philox([np.array([n], np.uint64) for n in c], KEY)]
     return sum((word >> bit & 1) << 31 - n for n, word in enumerate(words))
 
@@ -105,16 +114,53 @@ NUMBERS = {(b, h, i, j): number(b, h, i, j) for b, h, i, j in np.ndindex(SHAPE) 
 def test_mask_by_its_definition(dropout):
     mask = cupyflash.dropout_mask(*SHAPE, dropout=dropout, seed=SEED)
     assert mask.shape == SHAPE and mask.dtype == bool
-    for index, number_of_it in NUMBERS.items():
-        assert mask[index] == (number_of_it >= round(dropout * 2**32)), index
+    threshold = round(dropout * 2**32)
+    for index, difference in NUMBERS.items():
+        assert mask[index] == (threshold ^ difference >= threshold), index
 
 
-def test_all_32_bits_decide():
-    """A weight is kept at its own number and dropped at the next one, wherever the two differ."""
-    for index, threshold in list(NUMBERS.items())[::50]:
-        for more in (0, 1):
-            mask = cupyflash.dropout_mask(*SHAPE, dropout=(threshold + more) / 2**32, seed=SEED)
-            assert mask[index] == (not more), index
+# Weight n of a word: its bit n alone differs from the threshold's, or all below it, of which the highest one decides.
+DIFFERENCES = {"one": lambda bit: 1 << bit, "all below": lambda bit: (1 << 32) - (2 << bit) & (1 << 32) - 1}
+THRESHOLDS = (0xA5A5A5A5, 0x5A5A5A5A, 1, 2**31, 2**32 - 1)
+
+
+def dropped(which, threshold):
+    return threshold if which == "one" else threshold << 1 & (1 << 32) - 1
+
+
+@pytest.mark.parametrize("which", DIFFERENCES)
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_all_32_bits_decide(monkeypatch, which, threshold):
+    """And what does not differ at all is kept."""
+
+    def words(counter, key):
+        call = counter[1] % 8 + 0 * sum(counter)
+        table = np.array([DIFFERENCES[which](31 - n) for n in range(32)], np.uint64)
+        return [table[(4 * call + i).astype(int)] for i in range(4)]
+
+    monkeypatch.setattr("cupyflash.dropout.philox", words)
+    mask = cupyflash.dropout_mask(1, 1, 16, 16, dropout=threshold / 2**32, seed=SEED)[0, 0]
+    for i, j in np.ndindex(16, 16):
+        assert mask[i, j] == (not dropped(which, threshold) >> place(i, j)[1] & 1), (i, j)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("which", DIFFERENCES)
+def test_all_32_bits_decide_in_the_kernels(which):
+    words = ", ".join(f"{DIFFERENCES[which](31 - n)}u" for n in range(32))
+    code = f"""
+    __device__ constexpr unsigned dropped(unsigned threshold) {{
+      constexpr unsigned all[8][4] = {{{words}}};
+      unsigned bits[32] = {{}};
+      for (int n = 0; n < 32; ++n) bits[n] = threshold >> 31 - n & 1 ? ~0u : 0u;
+      cupyflash::Comparison comparison;
+      for (int n = 2; n >= 0; --n) comparison.precede(all[n], bits + 4 * n);
+      for (int n = 3; n < 8; ++n) comparison.follow(all[n], bits + 4 * n);
+      return ~comparison.kept;
+    }}
+    """
+    lines = [f"static_assert(dropped({threshold}u) == {dropped(which, threshold)}u);" for threshold in THRESHOLDS]
+    tools.nvrtc_compile(compiler.source("any/dropout.cuh") + code + "\n".join(lines), (), "sm_90")
 
 
 @needs_nvrtc
@@ -130,17 +176,19 @@ def test_words_of_the_kernels(threshold):
         for i, j in np.ndindex(16, 16):
             stream, bit = place(i, j)
             words[stream] |= int(block[0, 0, i, j]) << bit
-        arguments = [f"{query // 2}u, {key // 2 + stream}u" for stream in range(8)]
+        arguments = [f"{query // 16}u, {key // 2 + stream}u" for stream in range(8)]
         lines += [f"static_assert(word({given}) == {word}u);" for given, word in zip(arguments, words)]
     bits = ", ".join("~0u" if threshold >> 31 - n & 1 else "0u" for n in range(32))
     code = f"""
     __device__ constexpr unsigned word(unsigned block, unsigned stream) {{
       constexpr unsigned bits[] = {{{bits}}};
       {keys()}
+      const cupyflash::Philox row(block, {head}, {batch}, keys);
       cupyflash::Comparison comparison;
-      for (int n = 0; n < 8; ++n)
-        comparison.go_on(cupyflash::Philox(block + n, stream, {head}, {batch}, keys).x, bits + 4 * n);
-      return ~comparison.less;
+      unsigned words[4] = {{}};
+      for (int n = 2; n >= 0; --n) row.make(words, 8 * stream, n), comparison.precede(words, bits + 4 * n);
+      for (int n = 3; n < 8; ++n) row.make(words, 8 * stream, n), comparison.follow(words, bits + 4 * n);
+      return comparison.kept;
     }}
     """
     tools.nvrtc_compile(compiler.source("any/dropout.cuh") + code + "\n".join(lines), (), "sm_90")

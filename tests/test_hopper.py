@@ -641,12 +641,12 @@ def test_a_row_of_huge_bias_on_hopper(paths_of_a_call, value):
     np.testing.assert_allclose(BFLOAT16.host(results["out"])[:, 5], mean, atol=8 * BFLOAT16.eps)
 
 
-# --- A maximum that stays
+# --- Sums in place of maxima
 
 
 @pytest.fixture
-def stays(monkeypatch):
-    """Makes a call whose maxima may stay, or not; returns its results and the flag, None where there is none."""
+def by_sums(monkeypatch):
+    """Makes a call that may follow sums, or not; returns its results and the flag, None where there is none."""
     launch = pytest.importorskip("cupyflash.launch", reason="needs CuPy")
     monkeypatch.setenv("CUPYFLASH_PATH", "sm90")
     monkeypatch.setattr(choose, "STEADY_KEYS", 1)
@@ -664,21 +664,21 @@ def stays(monkeypatch):
         monkeypatch.setattr(launch, "_plans", {})
         words.clear()
         results = cupyflash.attention(*qkv, return_lse=True, **options)
-        assert all(plan.words.nbytes == structs.HOPPER_FORWARD_PARAMS.itemsize for plan in launch._plans.values())
+        assert all(plan.words.nbytes >= structs.HOPPER_FORWARD_PARAMS.itemsize for plan in launch._plans.values())
         return dict(zip(("out", "lse"), results)), words[0][-1].item() if words else None
 
     return run
 
 
-def both(stays, *qkv, **options):
-    """The results and the flag where maxima stay, and the results where they do not."""
-    results, flag = stays(256, *qkv, **options)
-    others, none = stays(0, *qkv, **options)
+def both(by_sums, *qkv, **options):
+    """The results and the flag by sums, and the results by maxima."""
+    results, flag = by_sums(256, *qkv, **options)
+    others, none = by_sums(0, *qkv, **options)
     assert flag is not None and none is None
     return results, flag, others
 
 
-STAYING = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
+BY_SUMS = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
     "64": (512, 1024, 4, 4, 64, 64),
     "odd": (403, 1391, 4, 2, 64, 64),
     "one tile": (70, 128, 2, 2, 64, 64),
@@ -697,23 +697,23 @@ STAYING = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
     "256": (300, 900, 4, 2, 256, 256),
 }
 SIXTEEN = {"bfloat16": BFLOAT16, "float16": tools.Backend("cuda", "float16", "sm90")}
-STAYING_IN = [("bfloat16", shape) for shape in STAYING] + [("float16", shape) for shape in ("odd", "128", "256")]
-MASKS_OF_STAYING = MASKS | {"wide window": {"window": (700, 300)}, "far window": {"window": (900, None)}}
+BY_SUMS_IN = [("bfloat16", shape) for shape in BY_SUMS] + [("float16", shape) for shape in ("odd", "128", "256")]
+MASKS_BY_SUMS = MASKS | {"wide window": {"window": (700, 300)}, "far window": {"window": (900, None)}}
 
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("mask", MASKS_OF_STAYING)
-@pytest.mark.parametrize("dtype, shape", STAYING_IN)
-def test_a_maximum_that_stays(stays, dtype, shape, mask):
-    """Where no score exceeds it by 2^8 it would have stayed anyway: the same bits."""
+@pytest.mark.parametrize("mask", MASKS_BY_SUMS)
+@pytest.mark.parametrize("dtype, shape", BY_SUMS_IN)
+def test_sums_in_place_of_maxima(by_sums, dtype, shape, mask):
+    """Where no score exceeds the first maximum by 2^8 it would have stayed anyway: the same bits."""
     backend = SIXTEEN[dtype]
-    seqlen_q, seqlen_k, *rest = STAYING[shape]
+    seqlen_q, seqlen_k, *rest = BY_SUMS[shape]
     for factor in (0.5, 1.5):
         x = tools.inputs(backend, seqlen_q, seqlen_k, *rest, factor=factor)
-        results, flag, others = both(stays, *x.qkv, **MASKS_OF_STAYING[mask])
+        results, flag, others = both(by_sums, *x.qkv, **MASKS_BY_SUMS[mask])
         assert flag == 0
-        right = tools.expectation(backend, *x.qkv, **MASKS_OF_STAYING[mask])
+        right = tools.expectation(backend, *x.qkv, **MASKS_BY_SUMS[mask])
         for name, result in results.items():
             assert factor > 1 or tools.same_bits(result, others[name]), name
             tools.assert_close(name, backend.host(result), *right[name])
@@ -722,17 +722,17 @@ def test_a_maximum_that_stays(stays, dtype, shape, mask):
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("layout", tools.LAYOUTS)
-def test_layouts_where_a_maximum_stays(stays, layout):
+def test_layouts_by_sums(by_sums, layout):
     x = tools.inputs(BFLOAT16, 300, 700, heads_q=4, heads_k=2)
     right = tools.expectation(BFLOAT16, *x.qkv, causal=True)
     guarded = tools.Guarded(BFLOAT16, x.q.shape, x.q.dtype, tools.LAYOUTS[layout])
     qkv = [tools.laid_out(BFLOAT16, y, tools.LAYOUTS[layout]) for y in x.qkv] if layout in ALIGNED else x.qkv
-    results, flag = stays(256, *qkv, causal=True, out=guarded.array)
+    results, flag = by_sums(256, *qkv, causal=True, out=guarded.array)
     assert flag == 0
     for name, result in results.items():
         tools.assert_close(name, BFLOAT16.host(result), *right[name])
     guarded.check()
-    results, flag = stays(256, *qkv, causal=True, out=BFLOAT16.xp.empty(x.q.shape, np.float32))
+    results, flag = by_sums(256, *qkv, causal=True, out=BFLOAT16.xp.empty(x.q.shape, np.float32))
     assert flag == 0 and results["out"].dtype == np.float32
     tools.assert_close("out", BFLOAT16.host(results["out"]), *right["out"])
 
@@ -784,17 +784,112 @@ RISING = {  # queries, options, scores of the keys, the query that has them or a
 @hopper
 @pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("case", RISING)
-def test_scores_above_a_maximum_that_stays(stays, case, dtype):
+def test_scores_above_the_first_maximum(by_sums, case, dtype):
     """By up to 2^126 they are as exact as others; beyond, and then alone, the other kernel computes the call."""
     seqlen_q, options, of_keys, query, wild = RISING[case]
     backend = SIXTEEN[dtype]
     qkv = with_scores(backend, seqlen_q, of_keys, query)
-    results, flag, others = both(stays, *qkv, **options)
+    results, flag, others = both(by_sums, *qkv, **options)
     assert flag == wild
     right = tools.expectation(backend, *qkv, **options)
     for name, result in results.items():
         assert not wild or tools.same_bits(result, others[name]), name
         tools.assert_close(name, backend.host(result), *right[name])
+
+
+CHANGES = {  # head_dim, options
+    "ALiBi": (64, {"slopes": (0.7, 0.02)}),  # whose first tile is far below the others
+    "causal ALiBi": (128, {"slopes": (0.7, 0.02), "causal": True}),
+    "ALiBi, window": (96, {"slopes": (0.3, 0.0), "window": (900, 200)}),
+    "softcap": (128, {"softcap": 50.0}),
+    "causal softcap and ALiBi": (128, {"softcap": 9.0, "slopes": (0.7, 0.02), "causal": True}),
+    "dropout": (64, {"dropout": 0.3}),
+    "causal dropout": (128, {"dropout": 0.3, "causal": True}),
+    "dropout and ALiBi": (128, {"dropout": 0.3, "slopes": (0.7, 0.02)}),
+    "all": (128, {"softcap": 9.0, "dropout": 0.3, "slopes": (0.7, 0.02), "causal": True}),
+    "sink and ALiBi": (64, {"slopes": (0.7, 0.02), "sink": (-1.0, 3.0)}),
+}
+
+
+def changes(backend, slopes=None, sink=None, dropout=None, **options):
+    options |= {} if slopes is None else {"alibi_slopes": backend.array(slopes, np.float32)}
+    options |= {} if sink is None else {"sink": backend.array(sink, np.float32)}
+    return options | ({} if dropout is None else {"dropout": dropout, "seed": 3})
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_scores_by_sums(by_sums, change, dtype):
+    backend, (head_dim, options) = SIXTEEN[dtype], CHANGES[change]
+    options = changes(backend, **options)
+    for seqlen_q, seqlen_k in ((403, 1391), (900, 900)):
+        x = tools.inputs(backend, seqlen_q, seqlen_k, head_dim=head_dim)
+        if options.get("softcap", 99) < choose.BOUND and dtype == "bfloat16" and "alibi_slopes" not in options:
+            continue
+        results, flag, others = both(by_sums, *x.qkv, **options)
+        assert flag == 0
+        right = tools.expectation(backend, *x.qkv, **options)
+        for name, result in results.items():
+            tools.assert_close(name, backend.host(result), *right[name])
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("dtype", SIXTEEN)
+def test_a_function_by_sums(by_sums, dtype, head_dim, causal):
+    """ALiBi, which is the yardstick."""
+    backend = SIXTEEN[dtype]
+    x, slopes = tools.inputs(backend, 500, 1391, head_dim=head_dim), backend.array((0.7, 0.02), np.float32)
+    text = "score - slope[h] * abs(i + (seqlen_k - seqlen_q) - j)"
+    options = {"score_mod": cupyflash.ScoreMod(text, slope=slopes), "causal": causal}
+    results, flag, others = both(by_sums, *x.qkv, **options)
+    assert flag == 0
+    right = tools.expectation(backend, *x.qkv, alibi_slopes=slopes, causal=causal)
+    for name, result in results.items():
+        tools.assert_close(name, backend.host(result), *right[name])
+
+
+FAR_DOWN = {  # scores in base 2, slopes; whether they are too small
+    "a little": (-20.0, (0.0,), False),  # in units of 2^-16, 700 keys have a sum of 44
+    "too far": (-30.0, (0.0,), True),  # of 0.04
+    "rising": (np.where(np.arange(700) < 300, 60.0, -50.0), (0.0,), False),
+    "rising too far": (np.where(np.arange(700) < 300, 120.0, -50.0), (0.0,), True),
+    "steep": (0.0, (8.0,), False),
+}
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", SIXTEEN)
+@pytest.mark.parametrize("case", FAR_DOWN)
+def test_changed_scores_far_from_the_first(by_sums, case, dtype):
+    """Rows whose sums are too small, or too large, are computed by the other kernel."""
+    backend, (of_keys, slopes, wild) = SIXTEEN[dtype], FAR_DOWN[case]
+    qkv = with_scores(backend, 700, scores(700) + of_keys)
+    options = {"alibi_slopes": backend.array(slopes, np.float32)}
+    results, flag, others = both(by_sums, *qkv, **options)
+    assert flag == wild
+    right = tools.expectation(backend, *qkv, **options)
+    for name, result in results.items():
+        assert not wild or tools.same_bits(result, others[name]), name
+        tools.assert_close(name, backend.host(result), *right[name])
+
+
+@pytest.mark.gpu
+@hopper
+def test_changed_scores_of_rows_without_keys(by_sums):
+    """They are no reason to compute a call again."""
+    x = tools.inputs(BFLOAT16, 900, 600)
+    options = {"alibi_slopes": BFLOAT16.array((0.7, 0.02), np.float32), "causal": True}
+    results, flag, others = both(by_sums, *x.qkv, **options)
+    assert flag == 0 and bool((results["lse"][:, :, :300] == -np.inf).all())
+    right = tools.expectation(BFLOAT16, *x.qkv, **options)
+    for name, result in results.items():
+        tools.assert_close(name, BFLOAT16.host(result), *right[name])
 
 
 def changed(which, index, value):
@@ -840,20 +935,20 @@ WILD = {
 @hopper
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("case", WILD)
-def test_what_no_maximum_stays_for(stays, case, causal):
+def test_what_sums_do_not_tell(by_sums, case, causal):
     qkv = WILD[case]([*tools.inputs(BFLOAT16, 300, 700, heads_q=2).qkv])
-    results, flag, others = both(stays, *qkv, causal=causal)
+    results, flag, others = both(by_sums, *qkv, causal=causal)
     assert flag == 1 and all(tools.same_bits(result, others[name]) for name, result in results.items())
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("sink, far", [(-np.inf, False), (-50.0, False), (0.0, False), (44.0, False), (45.0, True)])
-def test_a_sink_beside_a_maximum_that_stays(stays, sink, far):
+def test_a_sink_by_sums(by_sums, sink, far):
     """One so far above that what the keys have of the weight would be cut off."""
     q, k, v = with_scores(BFLOAT16, 300, scores(700, k0=40), 200)
     options = {"sink": BFLOAT16.array([sink], np.float32)}
-    results, flag, others = both(stays, q, k, v, **options)
+    results, flag, others = both(by_sums, q, k, v, **options)
     assert flag == far
     right = tools.expectation(BFLOAT16, q, k, v, **options)
     for name, result in results.items():
@@ -863,13 +958,13 @@ def test_a_sink_beside_a_maximum_that_stays(stays, sink, far):
 
 @pytest.mark.gpu
 @hopper
-def test_a_row_is_wild_for_itself(stays):
+def test_a_row_is_wild_for_itself(by_sums):
     """What others hold changes whether the flag is set, and with it at most the rounding of those that are not."""
     x = tools.inputs(BFLOAT16, 300, 700, heads_q=2, factor=0.5)
-    tame, flag = stays(256, *x.qkv)
+    tame, flag = by_sums(256, *x.qkv)
     assert flag == 0
     q, k, v = changed(0, (0, 250, 1, 3), np.nan)([*x.qkv])
-    wild, flag = stays(256, q, k, v)
+    wild, flag = by_sums(256, q, k, v)
     assert flag == 1 and bool(BFLOAT16.xp.isnan(wild["lse"][0, 1, 250]))
     for name, axes in (("out", (0, 250, 1)), ("lse", (0, 1, 250))):
         tame[name][axes] = wild[name][axes]
@@ -878,7 +973,7 @@ def test_a_row_is_wild_for_itself(stays):
 
 @pytest.mark.gpu
 @hopper
-def test_graph_where_a_maximum_stays(stays):
+def test_graph_by_sums(by_sums):
     """Each replay clears the flag."""
     cupy = BFLOAT16.xp
     q, k, v = tools.inputs(BFLOAT16, 300, 700, factor=0.5).qkv
@@ -886,11 +981,11 @@ def test_graph_where_a_maximum_stays(stays):
     for name, value in (("far", 300), ("NaN", np.nan)):
         _, keys[name], _ = changed(1, (0, 7), value)([q, k, v])
     for name, given in keys.items():
-        expected[name], _ = stays(0, q, given, v)
+        expected[name], _ = by_sums(0, q, given, v)
     cupy.cuda.Device().synchronize()  # the stream does not wait for the one that made the arrays
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        assert stays(256, q, k, v)[1] == 0
+        assert by_sums(256, q, k, v)[1] == 0
         stream.begin_capture()
         out, lse = cupyflash.attention(q, k, v, return_lse=True)
         graph = stream.end_capture()

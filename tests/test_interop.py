@@ -240,6 +240,18 @@ def test_bias_and_mask_of_a_library(name, dtype, shape):
     assert dbias.shape == (1,) and not dbias.any()
 
 
+@pytest.mark.parametrize("name, dtype", CASES)
+def test_constant_bias_of_a_library(name, dtype):
+    dout, q, k, v = inputs(dtype)
+    bias = normal((4, 1, 7), seed=8).astype(dtype)
+    out, lse = cupyflash.attention(q, k, v, bias=bias, return_lse=True)
+    arrays = dout, q, k, v, out, lse
+    *theirs, their_bias = (from_numpy(name, x) for x in (*arrays, bias))
+    got = cupyflash.attention_backward(*theirs, bias=their_bias, bias_gradient=False)
+    assert got.dbias is None and all(type(x) is type(theirs[0]) for x in got[:3])
+    assert_same(map(to_numpy, got[:3]), cupyflash.attention_backward(*arrays, bias=bias)[:3])
+
+
 def test_mask_of_torch():
     """Expanded without memory; no numbers."""
     torch = pytest.importorskip("torch")

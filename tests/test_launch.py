@@ -360,18 +360,17 @@ def forward(gpu, shape, options, float32_out=False, lse=True, **layouts):
     return call
 
 
-def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=False, **layouts):
+def backward(gpu, shape, options, dlse=True, deterministic=False, float32_out=False, bias_gradient=True, **layouts):
     """Call; what was launched is as it must be."""
     names = ("dout", "q", "k", "v", "out", "lse", *(("dlse",) if dlse else ()))
     problem, arrays, keywords = prepared(shape, options, names, float32_out, layouts)
     gpu.launched.clear()
-    got = cupyflash.attention_backward(
-        *(arrays[name] for name in names[:6]), dlse=arrays.get("dlse"), deterministic=deterministic, **keywords
-    )
+    keywords |= {"bias_gradient": bias_gradient, "deterministic": deterministic}
+    got = cupyflash.attention_backward(*(arrays[name] for name in names[:6]), dlse=arrays.get("dlse"), **keywords)
     arrays |= tools.named(got)
     assert ("dsink" in arrays) == ("sink" in arrays)
     main = ("backward",)
-    assert ("dbias" in arrays) == ("bias" in arrays)
+    assert ("dbias" in arrays) == ("bias" in arrays and bias_gradient)
     copied = copyable(*(arrays[name] for name in ("q", "k", "v", "dout")))
     tiled = ("bias", "mask") if choose.split(problem, deterministic) else ("bias",)
     copied = copied and all(readable(x) for name, x in of_logits(problem, arrays).items() if name in tiled)
@@ -444,17 +443,17 @@ def check(gpu, call):
 
 
 def kernels_of_dbias(call):
-    """None where that of dq writes it: no sums, nor the derivative of softcap."""
+    """None where it is not wanted, or that of dq writes it: no sums, nor the derivative of softcap."""
     problem, on_hopper = call.problem, call.main[0].startswith("hopper")
     wide = max(problem.head_dim, problem.head_dim_v) > 128
-    if not problem.bias or stores_dbias(call):
+    if "dbias" not in call.arrays or stores_dbias(call):
         return []
     return ["hopper_bias_gradient" if on_hopper and not wide else "bias_gradient"]
 
 
 def stores_dbias(call):
     problem = call.problem
-    if "hopper_queries" not in call.main or not problem.bias or problem.softcap is not None:
+    if "hopper_queries" not in call.main or "dbias" not in call.arrays or problem.softcap is not None:
         return False
     logits = problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k
     wide = max(problem.head_dim, problem.head_dim_v) > 128
@@ -704,14 +703,14 @@ def check_params(call, params):
         if name in names and params.dtype[name] == structs.LOGIT_ARRAY:
             check_array(params[name].item(), given.get(name), name)
     if "dsink" in names:
-        assert problem.bias or params["dbias"].item() == (0,) * 8
+        assert "dbias" in arrays or params["dbias"].item() == (0,) * 8
         assert params["dsink"] == (arrays["dsink"].ctypes.data if problem.sink else 0)
     softcap = problem.softcap
     capped = (0, 0) if softcap is None else (problem.scale / softcap, softcap / math.log(2))
     assert score.item()[3:5] == tuple(map(np.float32, capped))
     assert score.item()[-2:] == (np.float32(capped[1]) / 2, problem.diagonal)
     kept, threshold = 1 - problem.dropout, int(2**32 * problem.dropout)
-    assert params["dropout"].item()[1:3] == (threshold, np.float32(1 / kept))
+    assert params["dropout"]["scale"] == np.float32(1 / kept)
     keys = params["dropout"]["keys"].ravel().view(np.uint32).reshape(-1, 2).tolist()
     assert keys == ([list(pair) for pair in round_keys(call.seed)] if problem.dropout else [[0, 0]] * ROUNDS)
     bits = params["dropout"]["bits"].ravel().tolist()
@@ -821,8 +820,8 @@ def test_series_of_softcap(scale, softcap):
         assert not 1e-3 < abs(scale) / softcap < 1e3
         return
     x = (np.float32(near) * np.linspace(-1, 1, 1001)).astype(np.float32)
-    square, (c0, c1, c2, c3) = x * x, np.array(series, np.float32)
-    got = x * (c0 + square * (c1 + square * (c2 + square * c3)))
+    square, (c0, c1, c2) = x * x, np.array(series, np.float32)
+    got = x * (c0 + square * (c1 + square * c2))
     exact = softcap * np.tanh(scale / softcap * x.astype(np.float64)) / math.log(2)
     np.testing.assert_allclose(got, exact, rtol=4 * 2**-24)
 
@@ -835,7 +834,7 @@ def check_bitmaps(call, params):
         if given is None:
             assert (pointer, batch_step, head_step, words) == (0,) * 4
             continue
-        planes = [given.blocks, given.blocks & ~(given.blocks if given.full is None else given.full)]
+        planes = [given.blocks, given.blocks if given.full is None else given.blocks & ~given.full]
         if problem.mask and given.mask is None:
             planes[1] = planes[0]
         by_tile = np.stack([np.kron(plane, np.ones([n // 128 for n in given.block_size], bool)) for plane in planes])
@@ -982,6 +981,45 @@ def test_backward(gpu, shape, options):
         count += len(call.launched)
     assert len(launch._plans) == 4 and len(gpu.built) == count
     backward(gpu, shape, options, float32_out=True)
+
+
+WITH_BIAS = {name: options for name, options in OPTIONS.items() if "bias" in options}
+OF_DBIAS = ("bias_gradient", "hopper_bias_gradient", "add_bias_gradients")
+
+
+@pytest.mark.parametrize("options", WITH_BIAS.values(), ids=WITH_BIAS)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_backward_of_a_constant_bias(gpu, shape, options):
+    """The same without what computes dbias: kernels of its own, and what that of dq does for it."""
+    for deterministic in (False, True):
+        both = [
+            backward(gpu, shape, options, deterministic=deterministic, bias_gradient=given) for given in (True, False)
+        ]
+        variants = [[(one.variant, one.blocks) for one in call.launched] for call in both]
+        kept = [
+            (replace(one, spec=replace(one.spec, dbias=False)) if hasattr(one.spec, "dbias") else one, blocks)
+            for one, blocks in variants[0]
+            if one.template not in OF_DBIAS
+        ]
+        assert variants[1] == kept
+    assert len(launch._plans) == 4
+
+
+PRODUCTS = {"hopper_backward": 5, "hopper_keys": 4, "hopper_queries": 3, "hopper_bias_gradient": 2}
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+@pytest.mark.parametrize("bias", [(1, 1, 1, 1), (0, 1, 1, 1), (0, 0, 1, 1), (0, 0, 0, 1)], ids=str)
+@pytest.mark.parametrize("head_dim, seqlen_k, fewest", [(64, 2048, 7), (128, 512, 7), (128, 2048, 5), (192, 2048, 7)])
+def test_products_of_the_backward_with_a_bias(gpu, head_dim, seqlen_k, fewest, bias):
+    """Those of the same kernels without any, but two for dbias, unless that of dq writes it."""
+    shape, counts = Shape(head_dim, head_dim, 2, 300, seqlen_k, 4, 4), []
+    for wanted in (False, True):
+        backward(gpu, shape, {"bias": bias}, bias_gradient=wanted)
+        counts.append(sum(PRODUCTS.get(one.variant.template, 0) for one in gpu.launched))
+    stored = fewest == 7 and all(bias)
+    of_wide_heads = head_dim > 128  # which take the portable kernel for it
+    assert counts == [fewest, fewest + (0 if stored or of_wide_heads else 2)]
 
 
 LOGITS = {  # makers of an array of the shape of the logits, and whether Hopper's copy engine reads tiles of them
@@ -1280,25 +1318,26 @@ def test_a_graph_keeps_halves(gpu, capturing):
 
 @pytest.fixture
 def short_is_steady(monkeypatch):
-    """Whatever its length, a call that may is computed with maxima that stay."""
+    """Whatever its length, a call that may follows sums in place of maxima."""
     monkeypatch.setattr(choose, "STEADY_KEYS", 1)
     monkeypatch.setattr(choose, "STEADY_SCORES", 1)
 
 
-ALSO_STEADY = ("none", "window", "sink", "blocks", "blocks and mask", "blocks in part")
+STEADY = ("none", "window", "alibi", "sink", "dropout", "blocks", "blocks and mask", "blocks in part")
+WIDE_STEADY = (*STEADY, "softcap", "all")  # at 128
 
 
 @both_paths
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_maximum_that_stays(gpu, short_is_steady, options):
-    """Two launches, of those options alone that leave scores as they are."""
+def test_sums_in_place_of_maxima(gpu, short_is_steady, options):
+    """Two launches, of those options alone whose rows have known keys."""
     for shape in (
         Shape(),
         Shape(40, 8, 1, 300, 500, 6, 2),
         Shape(64, 64, 3, 5, 1300, 8, 2),
         Shape(128, dtype="float16"),
     ):
-        steady = gpu.path == "sm90" and options in ALSO_STEADY
+        steady = gpu.path == "sm90" and options in (STEADY if shape.head_dim <= 64 else WIDE_STEADY)
         for float32_out in (False, True):
             call = forward(gpu, shape, OPTIONS[options], float32_out)
             assert call.main == ("hopper_forward",) * 2 if steady else len(call.main) == 1

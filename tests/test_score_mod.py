@@ -195,6 +195,88 @@ def test_with_bias_and_blocks(backend1, head_dim, score, visible):
         run(backend1, x, score and SCORES[score], visible and VISIBLE[visible], **options)
 
 
+def full_blocks(backend, x, heads=1):
+    """Of some blocks that are shown, at least one in each of three kinds: full, in part and hidden."""
+    rng = np.random.default_rng(5)
+    shape = (BATCH, heads, -(-x.q.shape[1] // 128), -(-x.k.shape[1] // 128))
+    shown, full = rng.random(shape) < 0.8, rng.random(shape) < 0.5
+    shown[..., 0, :3], full[..., 0, :3] = (False, True, True), (True, True, False)
+    return tuple(backend.xp.asarray(a) for a in (shown, full))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("score", [None, "ALiBi", "negative"])
+@pytest.mark.parametrize("visible", ["documents", "dilated", "some see nothing"])
+def test_full_blocks(backend16, head_dim, score, visible):
+    """In them a MaskMod is not asked, though it would hide some: both passes show them whole, up to every edge."""
+    x = case(backend16, 300, 330, head_dim=head_dim)
+    shown, full = full_blocks(backend16, x, heads=HEADS)
+    given = cupyflash.BlockMask(shown, full=full)
+    example = VISIBLE[visible]
+    if visible == "documents":
+        doc = np.sort(np.random.default_rng(1).integers(0, 9, (BATCH, 330)))
+        example = replace(example, captures={"doc": doc})
+    for options in ({}, {"causal": True}, {"window": (200, 60), **changes(backend16, HEADS)["both"]}):
+        run(backend16, x, score and SCORES[score], example, block_mask=given, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("change", ["softcap", "alibi"])
+def test_full_blocks_with_options(backend1, head_dim, change):
+    x = case(backend1, 300, 330, head_dim=head_dim)
+    shown, full = full_blocks(backend1, x)
+    given = cupyflash.BlockMask(shown, full=full)
+    more = {"bias": backend1.normal((HEADS, 300, 330), 4)}
+    for options in (changes(backend1, HEADS)[change], {"dropout": 0.3, "seed": 7}, more, {"deterministic": True}):
+        run(backend1, x, None, VISIBLE["dilated"], block_mask=given, **options)
+
+
+def test_full_blocks_of_a_mask(backend1):
+    """They are those of the mask: a MaskMod is asked in them. And a mask of the call is read in every block."""
+    x = case(backend1, 300, 330)
+    shown, full = full_blocks(backend1, x)
+    mask = backend1.xp.asarray(np.random.default_rng(3).random((1, 1, 300, 330)) < 0.6)
+    run(backend1, x, None, VISIBLE["dilated"], block_mask=cupyflash.BlockMask(shown, full=full, mask=mask))
+    run(backend1, x, block_mask=cupyflash.BlockMask(shown, full=full), mask=mask)
+    # Beside it a function may be asked everywhere, and shows what it promised.
+    everywhere = Example("true", lambda b, h, i, j: True, kind=MaskMod)
+    run(backend1, x, None, everywhere, block_mask=cupyflash.BlockMask(shown, full=full), mask=mask)
+
+
+def test_full_blocks_alone(backend1):
+    """Without a function or a mask nothing is hidden in a block that is shown."""
+    x = case(backend1, 300, 330)
+    shown, full = full_blocks(backend1, x)
+    results = [
+        cupyflash.attention(*x.qkv, block_mask=cupyflash.BlockMask(shown, **more)) for more in ({}, {"full": full})
+    ]
+    assert tools.same_bits(*results)
+
+
+def test_the_reference_knows_full_blocks():
+    x = case(tools.Backend("numpy", "float32"), 300, 330)
+    shown, full = (np.random.default_rng(n).random((HEADS, 3, 3)) < 0.6 for n in (1, 2))
+    mod = VISIBLE["dilated"].of(tools.Backend("numpy", "float32"))[0]
+    got = reference.attention(*x.qkv, block_mask=cupyflash.BlockMask(shown, full=full), mask_mod=mod)
+    wide, whole = (a.repeat(128, 1).repeat(128, 2)[:, :300, :330] for a in (shown, full))
+    mask = wide & (whole | mod.function(0, 0, np.arange(300)[:, None], np.arange(330)))
+    assert tools.same_bits(got, reference.attention(*x.qkv, mask=mask))
+
+
+def test_blocks_of_the_same_function(backend1):
+    """Block masks of a function without its elements: with it, results are those of the function alone."""
+    x = case(backend1, 300, 330)
+    wide = Example("j < 140 || j <= i - 20", lambda b, h, i, j: (j < 140) | (j <= i - 20), kind=MaskMod)
+    given = cupyflash.BlockMask.from_function(wide.function, BATCH, HEADS, 300, 330, xp=backend1.xp, elements=False)
+    assert given.mask is None and 0 < int(given.full.sum()) < int(given.blocks.sum()) < given.blocks.size
+    run(backend1, x, None, wide, block_mask=given)
+    mask = wide.function(0, 0, np.arange(300)[:, None], np.arange(330))
+    run(backend1, x, mask=backend1.xp.asarray(mask))
+    options = {"block_mask": given, "mask_mod": wide.of(backend1)[0]}
+    together, alone = (cupyflash.attention(*x.qkv, **more) for more in (options, {"mask": backend1.xp.asarray(mask)}))
+    tools.assert_close("out", backend1.host(together), backend1.host(alone), 0.01)
+
+
 @pytest.mark.parametrize("change", ["softcap", "alibi", "both"])
 @pytest.mark.parametrize("dropout", [{}, {"dropout": 0.3, "seed": 7}])
 @pytest.mark.parametrize("score", ["ALiBi", "negative", "steep"])
@@ -686,27 +768,55 @@ def hopper(given, head_dim, **options):
     for seqlen_k in (100, 2048):
         problem = Problem("bfloat16", 1, 2048, seqlen_k, 4, 2, head_dim, head_dim, 1.0, mods=given, **options)
         if not choose.forward_elsewhere(problem):
-            yield choose.hopper_forward(problem, 16, False)
+            yield (main := choose.hopper_forward(problem, 16, False))
+            if choose.steady(replace(problem, batch=64)):
+                yield choose.steadily(main)[0]
         if choose.backward_elsewhere(problem):
             continue
         if choose.split(problem):
             yield from choose.hopper_split_backward(problem, 16)
         else:
-            yield choose.hopper_backward(problem, 16, False)
+            yield from (choose.hopper_backward(problem, access, False) for access in (16, 2))
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("text, block_k", [("score", 128), ("score + a[i]", 64), (None, 128)])
+def test_tiles_beside_a_block_mask(head_dim, text, block_k):
+    """They divide those of the mask; a MaskMod alone keeps the wide ones."""
+    score = text and ScoreMod(text, **({"a": numbers(4)} if "a[" in text else {}))
+    given = typed(score, None if score else MaskMod("a[i] > 0", a=numbers(4)))
+    problem = Problem("bfloat16", 1, 2048, 2048, 4, 2, head_dim, head_dim, 1.0, mods=given, blocks=True)
+    if not choose.forward_elsewhere(problem):
+        spec = choose.hopper_forward(problem, 16, False).spec
+        assert choose.divides_mask_tile(spec.block_q, spec.block_k)
+        assert spec.block_k == (block_k if head_dim <= 128 else 64)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(
-    "head_dim, score, visible", [(64, "ALiBi", None), (128, "relative bias", "documents"), (256, "ALiBi", None)]
+    "head_dim, score, visible",
+    [
+        (64, "ALiBi", None),
+        (128, "relative bias", None),
+        (128, "relative bias", "documents"),
+        (256, "ALiBi", None),
+        (128, None, "documents"),
+        (128, None, "prefix"),
+    ],
 )
 def test_no_spills(head_dim, score, visible):
     backend = tools.Backend("numpy", "float32")
-    texts = [replace(e, function=e.text).of(backend)[0] if e else None for e in (SCORES[score], VISIBLE.get(visible))]
+    texts = [
+        replace(e, function=e.text).of(backend)[0] if e else None for e in (SCORES.get(score), VISIBLE.get(visible))
+    ]
     given = typed(*texts, backward=True)
     jobs = [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80])]
     mixed = {"bias": "float32", "mask": True, "blocks": True}
     jobs += [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80], **mixed)]
-    jobs += [(one, "sm_90") for one in dict.fromkeys(hopper(given, head_dim))]
+    for options in ({}, {"blocks": True}):
+        jobs += [(one, "sm_90") for one in dict.fromkeys(hopper(given, head_dim, **options))]
+    if score is None:  # beside a function that reads as much as a table, the forward spills
+        jobs += [(one, "sm_80") for one in portable(given, head_dim, choose.SHARED_LIMIT[80], blocks=True)]
     with ThreadPoolExecutor(2) as pool:
         for report in pool.map(lambda job: compiler.compile_offline(*job), jobs):
             assert report.spill_bytes == 0 and not report.remarks, report.variant.expression

@@ -210,6 +210,22 @@ def test_sink(backend, head_dim, options):
     check(backend, x, sink=backend.array([0.5, -1.0, 2.0, 0.0], backend.lse_dtype), **options)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 40)}], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_sums_in_place_of_maxima(backend16, steady, head_dim, options):
+    """In sequences of some tiles; and where that fails all are computed again."""
+    lengths = (1, 640, 0, 129, 700, 17), (5, 600, 33, 0, 1300, 130)
+    x = packed(backend16, *lengths, heads_q=4, heads_k=2, head_dim=head_dim, spare=(7, 3))
+    check(backend16, x, **options)
+    x.q[700, 2, 5] = np.inf
+    results = []
+    for wanted in (True, False):
+        steady(wanted)
+        results.append(run(backend16, x, backward=False, **options))
+    for name in results[0]:
+        assert tools.same_bits(results[0][name], results[1][name]), name
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (9, 30), "softcap": 2.0}], ids=str)
 @pytest.mark.parametrize("which", ["q", "k", "both"])
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])

@@ -574,6 +574,16 @@ def check(backend, q, k, v, dout=None, dlse=None, *, deterministic=False, expect
     return results
 
 
+def _shown_whole(mod, full):
+    """The function where `full`, (batch or 1, heads or 1, queries, keys), is true as well."""
+
+    def function(b, h, i, j, full, **captures):
+        batch, heads = full.shape[:2]
+        return mod.function(b, h, i, j, **captures) | full[b % batch, h % heads, i, j]
+
+    return cupyflash.MaskMod(function, full=full, **mod.captures)
+
+
 def expectation(
     backend,
     q,
@@ -593,6 +603,9 @@ def expectation(
     if block_mask is not None:
         dense = block_mask.dense(q.shape[1], k.shape[1])
         mask = dense if mask is None else mask & dense
+        if options.get("mask_mod") is not None and block_mask.full_for_mod is not None:
+            full = backend.host(block_mask.elements_for_mod(q.shape[1], k.shape[1])).astype(bool)
+            options["mask_mod"] = _shown_whole(options["mask_mod"], full)
     arrays, more = (q, k, v, dout, dlse), {"bias": bias, "alibi_slopes": alibi_slopes, "sink": sink}
     on_gpu = backend.name == "cuda" and math.prod(q.shape[:-1]) * k.shape[-3] > HOST_LOGITS
 

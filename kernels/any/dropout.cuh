@@ -1,8 +1,8 @@
 // Which weights dropout keeps: what depends on seed, batch, head, query and key alone, whatever the tiles, as
 // cupyflash/dropout.py says. A weight is kept if its random number is at least the threshold. Words of Philox 4x32
-// (Salmon et al., SC 2011) with 7 rounds hold one bit each of the numbers of 32 weights, the highest one first, so that
-// all 32 are compared at once, and no more bits are made than the comparison needs. What comes out is a word with the
-// bits of the kept weights. A block of 16 x 16 weights has 8 of them:
+// (Salmon et al., SC 2011) with 7 rounds hold one bit each of the numbers of 32 weights, the highest one first, as what
+// differs from the threshold's, so that all 32 are compared at once, and no more bits are made than the comparison
+// needs. What comes out is a word with the bits of the kept weights. A block of 16 x 16 weights has 8 of them:
 //   number of the word                 bits 2 and 1 of the query, bit 2 of the key
 //   byte                               bit 3 of the query, bit 3 of the key
 //   bit, from the highest one down     bit 1 of the key, bit 0 of the query, bit 0 of the key
@@ -16,44 +16,64 @@
 
 namespace cupyflash {
 
-struct Philox {
-  uint32 x[4];
-
-  __device__ __forceinline__ constexpr Philox(uint32 a, uint32 b, uint32 c, uint32 d, const uint64* keys)
-      : x{a, b, c, d} {
+// Philox with all but the second word of the counter in place, which enters where it is mixed the latest: what the
+// others make of the first three rounds is made once.
+class Philox {
+ public:
+  __device__ __forceinline__ constexpr Philox(uint32 a, uint32 c, uint32 d, const uint64* keys) : keys(keys) {
+    const uint32 first = upper(c, kRight) ^ uint32(keys[0]), third = upper(a, kLeft) ^ d ^ uint32(keys[0] >> 32);
+    const uint32 second = upper(third, kRight) ^ c * kRight ^ uint32(keys[1]);
+    entry = first, others[0] = a * kLeft ^ uint32(keys[1] >> 32);
+    others[1] = third * kRight ^ uint32(keys[2]), others[2] = upper(second, kLeft) ^ uint32(keys[2] >> 32);
+    others[3] = second * kLeft;
+  }
+  // The second word is b ^ call: one instruction adds both, where a sum would be another one for each call.
+  __device__ __forceinline__ constexpr void make(uint32 (&x)[4], uint32 b, uint32 call) const {
+    const uint64 product = uint64(entry ^ b ^ call) * kLeft;  // whole: ptxas makes two of its halves here
+    const uint32 third = uint32(product >> 32) ^ others[0];
+    x[0] = upper(third, kRight) ^ others[1], x[1] = third * kRight, x[2] = uint32(product) ^ others[2],
+    x[3] = others[3];
 #pragma unroll
-    for (int round = 0; round < Dropout::kRounds; ++round) {
-      const uint32 first = x[0], third = x[2];
-      x[0] = upper(third, 0xCD9E8D57u) ^ x[1] ^ uint32(keys[round]), x[1] = third * 0xCD9E8D57u;
-      x[2] = upper(first, 0xD2511F53u) ^ x[3] ^ uint32(keys[round] >> 32), x[3] = first * 0xD2511F53u;
+    for (int round = 3; round < Dropout::kRounds; ++round) {
+      const uint32 left = x[0], right = x[2];
+      x[0] = upper(right, kRight) ^ x[1] ^ uint32(keys[round]), x[1] = right * kRight;
+      x[2] = upper(left, kLeft) ^ x[3] ^ uint32(keys[round] >> 32), x[3] = left * kLeft;
     }
   }
 
  private:
+  static constexpr uint32 kLeft = 0xD2511F53u, kRight = 0xCD9E8D57u;
+  const uint64* keys;
+  uint32 entry, others[4];
+
   // Of the product. In 64 bits, as the compiler's own arithmetic needs it, ptxas adds a zero to each product.
   __device__ __forceinline__ static constexpr uint32 upper(uint32 a, uint32 b) {
     return __builtin_is_constant_evaluated() ? uint32(uint64(a) * b >> 32) : __umulhi(a, b);
   }
 };
 
-// The comparison of 32 numbers with a threshold, four bits at a time.
+// The comparison of 32 numbers with a threshold, four bits at a time. The random words tell where bits differ: the
+// highest one that does decides, an instruction for each.
 struct Comparison {
-  uint32 less = 0, open = ~0u;  // bits of the numbers that are less, and of those that are equal so far
+  uint32 kept = ~0u, decided = 0;
 
-  // `bits`: four of the threshold, 32 times each, and of the numbers.
-  __device__ __forceinline__ constexpr void go_on(const uint32 (&numbers)[4], const uint32* bits) {
-    uint32 certain = 0, possible = ~0u;  // less in these bits, whatever the lower ones; and if those are less
-#pragma unroll
-    for (int i = 3; i >= 0; --i)
-      certain = step(certain, numbers[i], bits[i]), possible = step(possible, numbers[i], bits[i]);
-    less |= open & certain;
-    open &= certain ^ possible;
+  // `words` of four bits above those so far, and `bits` of the threshold, 32 times each.
+  __device__ __forceinline__ constexpr void precede(const uint32 (&words)[4], const uint32* bits) {
+    kept = chain(kept, words, bits), decide(words);
+  }
+  // Of four bits below them.
+  __device__ __forceinline__ constexpr void follow(const uint32 (&words)[4], const uint32* bits) {
+    kept &= decided | chain(~0u, words, bits), decide(words);
   }
 
  private:
-  // Where the bits differ they decide: one instruction.
-  __device__ __forceinline__ static constexpr uint32 step(uint32 below, uint32 number, uint32 ones) {
-    return (below & (~number | ones)) | (~number & ones);
+  __device__ __forceinline__ static constexpr uint32 chain(uint32 kept, const uint32 (&words)[4], const uint32* bits) {
+#pragma unroll
+    for (int i = 3; i >= 0; --i) kept = (words[i] & ~bits[i]) | (~words[i] & kept);
+    return kept;
+  }
+  __device__ __forceinline__ constexpr void decide(const uint32 (&words)[4]) {
+    decided |= words[0] | words[1], decided |= words[2] | words[3];
   }
 };
 
@@ -73,37 +93,41 @@ struct Dropping {  // from one head
       words[i] = word_of_tile<kKeys>(i, first_query, first_key);
   }
   template <int kKeys>
-  __device__ __forceinline__ uint32 word_of_tile(uint32 i, int first_query, int first_key) const {
-    constexpr int kBlocks = kKeys / 16;
-    return word(first_query / 2 + i / 8 / kBlocks * 8, first_key / 2 + i / 8 % kBlocks * 8 + i % 8);
+  __device__ __forceinline__ uint32 word_of_tile(uint32 i, uint32 first_query, uint32 first_key) const {
+    return word(row(first_query / 16 + i / (kKeys / 2)), first_key / 2 + i % (kKeys / 2));
   }
 
-  // That of a stream of a row of blocks; both are as the counter has them.
-  __device__ __forceinline__ uint32 word(uint32 block, uint32 stream) const {
-    return finished(begun(block, stream), block, stream);
+  // What the words of 16 queries have in common; `block`: their number.
+  __device__ __forceinline__ Philox row(uint32 block) const {
+    return {block, uint32(head), uint32(batch), dropout.keys};
+  }
+  // That of a stream.
+  __device__ __forceinline__ uint32 word(const Philox& row, uint32 stream) const {
+    return finished(begun(row, stream), row, stream);
   }
   // In two steps: what nearly all comparisons need, without a branch, and what is left.
-  __device__ __forceinline__ Comparison begun(uint32 block, uint32 stream) const {
+  __device__ __forceinline__ Comparison begun(const Philox& row, uint32 stream) const {
     Comparison comparison;
 #pragma unroll
-    for (int n = 0; n < kUsual; ++n) go_on(comparison, block, stream, n);
+    for (int n = kUsual - 1; n >= 0; --n) {
+      uint32 words[4];
+      row.make(words, kCalls * stream, n);
+      comparison.precede(words, dropout.bits + 4 * n);
+    }
     return comparison;
   }
-  __device__ __forceinline__ uint32 finished(Comparison comparison, uint32 block, uint32 stream) const {
+  __device__ __forceinline__ uint32 finished(Comparison comparison, const Philox& row, uint32 stream) const {
 #pragma unroll 1
-    for (int n = kUsual; n < kCalls && dropout.threshold << 4 * n && __any_sync(kFullWarp, comparison.open); ++n)
-      go_on(comparison, block, stream, n);
-    return ~comparison.less;
+    for (int n = kUsual; n < kCalls && __any_sync(kFullWarp, ~comparison.decided); ++n) {
+      uint32 words[4];
+      row.make(words, kCalls * stream, n);
+      comparison.follow(words, dropout.bits + 4 * n);
+    }
+    return comparison.kept;
   }
 
  private:
   static constexpr int kCalls = 8, kUsual = 3;  // 12 bits decide 1024 comparisons, those of a warp, three times of four
-
-  __device__ __forceinline__ void go_on(Comparison& comparison, uint32 block, uint32 stream, int call) const {
-    // Without `opaque` products of all calls stay in registers that are not there.
-    const Philox numbers(opaque(block + call), stream, head, batch, dropout.keys);
-    comparison.go_on(numbers.x, dropout.bits + 4 * call);
-  }
 };
 
 enum class Rows { kQueries, kKeys };
@@ -167,23 +191,23 @@ struct KeptFragment {
 #pragma unroll
     for (int n = 0; n < kLaneWords; ++n) {
       const auto [block, stream] = counter_of(row, col + 64 * n);
-      begun[n] = dropping.begun(block, stream);
+      begun[n] = dropping.begun(dropping.row(block), stream);
     }
   }
   __device__ __forceinline__ void finish(const Dropping& dropping, int row, int col) {
-    uint32 open = 0;
+    uint32 decided = ~0u;
 #pragma unroll
-    for (int n = 0; n < kLaneWords; ++n) open |= begun[n].open;
-    if (__any_sync(kFullWarp, open))
+    for (int n = 0; n < kLaneWords; ++n) decided &= begun[n].decided;
+    if (__any_sync(kFullWarp, ~decided))
 #pragma unroll
       for (int n = 0; n < kLaneWords; ++n) {
         const auto [block, stream] = counter_of(row, col + 64 * n);
-        begun[n].less = ~dropping.finished(begun[n], block, stream);
+        begun[n].kept = dropping.finished(begun[n], dropping.row(block), stream);
       }
 #pragma unroll
     for (int step = 0; step < kCols / 16; ++step) {
       const uint32 word =
-          __shfl_sync(kFullWarp, ~begun[step / 4].less, 8 * (step % 4) + Kept<kRows>::stream(lane_index()));
+          __shfl_sync(kFullWarp, begun[step / 4].kept, 8 * (step % 4) + Kept<kRows>::stream(lane_index()));
       blocks[step].even = word << Kept<kRows>::shift(lane_index());
     }
   }
@@ -213,8 +237,9 @@ struct KeptFragment {
     uint32 block, stream;
   };
   __device__ __forceinline__ static Counter counter_of(int row, int col) {
-    const uint32 block = col / 2 + lane_index() / 8 * 8, stream = lane_index() % 8;
-    return kRows == Rows::kQueries ? Counter{row / 2u, block + stream} : Counter{block, row / 2 + stream};
+    const uint32 lane = lane_index();
+    return kRows == Rows::kQueries ? Counter{row / 16u, col / 2u + lane}
+                                   : Counter{col / 16u + lane / 8, row / 2u + lane % 8};
   }
 };
 

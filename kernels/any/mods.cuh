@@ -113,9 +113,10 @@ struct Trace {  // counts reads, for the gradients of what is captured: sm80/mod
 // Where the scores belong that a lane holds of a fragment of kCols columns, which begins at (row, col).
 template <Rows kRows, int kCols>
 struct Places {
-  Element of[2];  // of both rows, but for the column; offset: in the lane's first column
-  int col;        // the lane's first
-  bool inside;    // all columns exist
+  Element of[2];       // of both rows, but for the column; offset: in the lane's first column
+  int col;             // the lane's first
+  bool inside;         // all columns exist
+  bool whole = false;  // a block mask says that all is shown: a MaskMod is not asked
 
   __device__ __forceinline__ static Places from(const Sizes& s, int batch, int head, int row, int col) {
     return from(s, batch, col, [&](int) { return head; }, [&](int half) { return row + Accumulator<8>::row(half); });
@@ -150,18 +151,19 @@ struct Places {
   }
 };
 
-// What takes the place of a score.
+// What takes the place of a score; `whole` is that of `Places`.
 template <class Number, class Mods>
-__device__ __forceinline__ Number changed(const Mods& mods, Number x, const Element& at) {
+__device__ __forceinline__ Number changed(const Mods& mods, Number x, const Element& at, bool whole = false) {
   if constexpr (Mods::kScore) x = mods.score(x, at);
   if constexpr (Mods::kMask)
-    if (!mods.visible(at)) x = Number(-kInfinity);
+    if (!(whole | mods.visible(at))) x = Number(-kInfinity);  // | : a branch for each score would cost more
   return x;
 }
 // And the derivative, where that of the score is `tangent`.
 template <class Mods>
-__device__ __forceinline__ Dual changed(const Mods& mods, float x, float tangent, const Element& at) {
-  return changed(mods, Dual{x, tangent}, at);
+__device__ __forceinline__ Dual changed(const Mods& mods, float x, float tangent, const Element& at,
+                                        bool whole = false) {
+  return changed(mods, Dual{x, tangent}, at, whole);
 }
 
 }  // namespace mod

@@ -58,7 +58,7 @@ struct Score {  // core/score.cuh
   int64 batch, head;  // strides
   float inside, cap;  // scale / softcap, and softcap in base 2
   float near;         // below it softcap is, in base 2, score * series(score^2)
-  float series[4];    // its coefficients
+  float series[3];    // its coefficients
   float middle;       // what exponents are relative to where softcap bounds them: no maximum is looked for
   int diagonal;       // query i has the distance 0 from the key i + diagonal
 };
@@ -93,9 +93,8 @@ struct BlockMask {              // of queries by keys, or of keys by queries; co
 struct Dropout {                     // any/dropout.cuh
   static constexpr int kRounds = 7;  // of Philox
   uint64 keys[kRounds];              // of the rounds, two words each: the seed, and what each adds to it
-  uint32 threshold;                  // a weight whose random number is less is dropped
-  float scale;                       // 1 / (1 - probability)
   uint32 bits[32];                   // of the threshold, from the highest one down: each 32 times
+  float scale;                       // 1 / (1 - probability)
 };
 
 struct Order {   // of the tiles of persistent blocks

@@ -42,6 +42,17 @@ struct NoMods {  // no functions of the user: any/mods.cuh
   static constexpr bool kScore = false, kMask = false;
 };
 
+template <class Mods>
+struct ScoreOf {  // without the MaskMod
+  static constexpr bool kScore = Mods::kScore, kMask = false;
+  const Mods& mods;
+
+  template <class Number, class Element>
+  __device__ __forceinline__ Number score(Number x, const Element& at) const {
+    return mods.score(x, at);
+  }
+};
+
 template <bool kSoftcap, bool kAlibi, bool kBias = false, class Mods = NoMods>
 struct ScoreChange {
   static constexpr bool kModded = Mods::kScore || Mods::kMask;
@@ -108,7 +119,7 @@ struct ScoreChange {
     const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
     return !__any_sync(kFullWarp, most >= score.near);
   }
-  // Softcap of a score is score * series(score^2) up to `near`: five instructions, with those of the exponent. What it
+  // Softcap of a score is score * series(score^2) up to `near`: four instructions, with that of the exponent. What it
   // computes there does not depend on kFar.
   // In pairs of float16, whose unit leaves wgmma its registers, the series would keep 4 digits of the logits.
   template <bool kFar, int kCols, class Base>
@@ -120,8 +131,8 @@ struct ScoreChange {
       for (int i = 0; i < 4; ++i) {
         float& y = x.x[j][i];
         const float offset = with_alibi(slant, j, i, base(j, i)), square = y * y;
-        float series = fmaf(square, score.series[3], score.series[2]);
-        series = fmaf(square, fmaf(square, series, score.series[1]), score.series[0]);
+        const float rest = fmaf(square, score.series[2], score.series[1]);
+        const float series = fmaf(square, rest, score.series[0]);
         const float near = fmaf(y, series, offset);
         if constexpr (kFar) {
           const float far = fmaf(Tanh::of<true>(y * score.inside).value, score.cap, offset);
@@ -155,6 +166,13 @@ struct ScoreChange {
   template <int kPart = 2, int kCols, class Places, class Bias>
   __device__ __forceinline__ void apply_mods(Accumulator<kCols>& x, const Slant& slant, const Mods& mods,
                                              const Places& places, Bias bias) const {
+    if constexpr (Mods::kMask)
+      if (places.whole) {
+        if constexpr (Mods::kScore)
+          return Whole{score, sizes}.template apply_mods<kPart>(x, slant, {mods}, places, bias);
+        else
+          return Plain{score, sizes}.template apply<2>(x, slant, bias);
+      }
     if (places.inside)
       apply_at<true, kPart>(x, slant, mods, places, bias);
     else
@@ -164,6 +182,15 @@ struct ScoreChange {
   template <class T, bool kTight, int kPart = 2, int kCols, class Places, class Bias, class Lse>
   __device__ __forceinline__ void weigh_mods(Accumulator<kCols>& x, Weights<kCols>& rounded, const Slant& slant,
                                              const Mods& mods, const Places& places, Bias bias, Lse minus_lse) const {
+    if constexpr (Mods::kMask)
+      if (places.whole) {
+        if constexpr (Mods::kScore)
+          return Whole{score, sizes}.template weigh_mods<T, kTight, kPart>(x, rounded, slant, {mods}, places, bias,
+                                                                           minus_lse);
+        else
+          return Plain{score, sizes}.template weigh<T, kTight, kPart>(
+              x, rounded, slant, [&](int j, int i) { return bias(j, i) + minus_lse(j, i); });
+      }
     if (places.inside)
       weigh_at<true, T, kTight, kPart>(x, rounded, slant, mods, places, bias, minus_lse);
     else
@@ -179,7 +206,7 @@ struct ScoreChange {
       places.col = opaque(places.col);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const auto y = changed(mods, x.x[j][i], 1.f, places.template at<false>(j, i));
+        const auto y = changed(mods, x.x[j][i], 1.f, places.template at<false>(j, i), places.whole);
         const float p = exp2f(in_base_2(y.value, minus_lse(i)));
         x.x[j][i] = p == 0.f ? 0.f : p * y.tangent;
       }
@@ -211,6 +238,10 @@ struct ScoreChange {
   }
 
  private:
+  // Where a MaskMod is not asked: beside a ScoreMod, and alone.
+  using Whole = ScoreChange<kSoftcap, kAlibi, kBias, ScoreOf<Mods>>;
+  using Plain = ScoreChange<kSoftcap, kAlibi, kBias>;
+
   // What functions of the user left, minus the lse.
   __device__ __forceinline__ static float in_base_2(float value, float minus_lse) {
     return kNatural ? logit_minus_lse(value, -minus_lse) : value + minus_lse;

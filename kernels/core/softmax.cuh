@@ -9,12 +9,14 @@ namespace cupyflash {
 
 template <int kRowTiles>
 struct OnlineSoftmax {
-  static constexpr float kSlack = 8.f;         // log2 of how far the maximum may lag
-  static constexpr float kExact = 16384.f;     // beyond it, rounding max * scale would show in exp2
-  static constexpr float kFull = 4096.f;       // sum of a lane beyond which top moves where no maximum is looked for,
-  static constexpr float kMovedLog2 = 8.f;     // and log2 of what is left of it then
-  static constexpr float kMostLog2 = 64.f;     // of a sink that is relative to such a top
-  static constexpr float kNear = 64.f;         // up to it top takes no digits from exponents near 0 (`origin`)
+  static constexpr float kSlack = 8.f;      // log2 of how far the maximum may lag
+  static constexpr float kExact = 16384.f;  // beyond it, rounding max * scale would show in exp2
+  static constexpr float kFull = 4096.f;    // sum of a lane beyond which top moves where no maximum is looked for,
+  static constexpr float kMovedLog2 = 8.f;  // and log2 of what is left of it then
+  static constexpr float kMostLog2 = 64.f;  // of a sink that is relative to such a top
+  static constexpr float kFloor = -16.f;    // log2 of where such a top begins if first scores may be far below others,
+  static constexpr float kLeast = 0.5f;     // and the least sum of a row that was not
+  static constexpr float kNear = 64.f;      // up to it top takes no digits from exponents near 0 (`origin`)
   float top[kRowTiles][2], sum[kRowTiles][2];  // of the rows lane / 4 and lane / 4 + 8; sum: of this lane's columns
 
   __device__ __forceinline__ explicit OnlineSoftmax(float all_tops = -kInfinity) {
@@ -56,13 +58,15 @@ struct OnlineSoftmax {
   }
   // The same where top is near the scores already, and no maximum is looked for. What exceeds top by far shows in the
   // sums: when they are `full`, `lower` moves top. At the end of the row `holds` says whether that was enough.
-  template <int kCols>
-  __device__ __forceinline__ void exponentiate_steadily(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2) {
+  template <int kCols, class Work = Nothing>
+  __device__ __forceinline__ void exponentiate_steadily(Accumulator<kCols> (&scores)[kRowTiles], float scale_log2,
+                                                        Work meanwhile = {}) {
     float base[kRowTiles][2];
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t)
 #pragma unroll
       for (int half = 0; half < 2; ++half) base[t][half] = top[t][half] * scale_log2;
+    meanwhile();
     exponentiate_above(scores, scale_log2, base);
   }
   __device__ __forceinline__ bool full() const {  // of any row of the warp
@@ -100,6 +104,8 @@ struct OnlineSoftmax {
     const bool right = total < kInfinity && fabsf(base) <= kExact && fmaf(sink, kLog2E, -base) <= kMostLog2;
     return right || total == 0.f;
   }
+  // And where top began at kFloor, of a row with keys.
+  __device__ __forceinline__ bool suffices(int t, int half) const { return total(t, half) >= kLeast; }
   // top, where it takes no digits from exponents near 0 that it is subtracted from; 0 also of a row without keys.
   __device__ __forceinline__ float origin(int t, int half) const {
     return fabsf(top[t][half]) <= kNear ? top[t][half] : 0.f;

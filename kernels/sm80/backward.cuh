@@ -187,8 +187,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
           return i % 2 ? -lse.y : -lse.x;
         };
         if constexpr (Change::kModded) {
-          const auto places =
+          auto places =
               mod::Places<Rows::kKeys, kScoreCols>::from(s, work.batch, head, first_row, first_query + score_col);
+          places.whole = kSpec.blocks && !kSpec.mask && !in_part;
           if constexpr (kSpec.bias != kNoBias) {
             using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
             const Items bias = Items::of_transposed(p.bias, work.batch, head, first_row, first_query + score_col, s);

@@ -103,9 +103,9 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
         const auto shown = [&] { return LogitItems<unsigned char>::of(p.mask, batch, head, row, first_col, s); };
         if constexpr (Change::kModded) {  // P times the derivative of what they return by what they are given
           change.template apply<1>(prob[t], slant, [&](int j, int i) { return bias_log2<kSpec.bias>(bias(j, i)); });
-          change.multiply_mods(prob[t], all.mods(),
-                               mod::Places<Rows::kQueries, kCols>::from(s, batch, head, row, first_col),
-                               [&](int i) { return -lse[i / 2]; });
+          auto places = mod::Places<Rows::kQueries, kCols>::from(s, batch, head, row, first_col);
+          places.whole = kSpec.blocks && !kSpec.mask && !in_part;
+          change.multiply_mods(prob[t], all.mods(), places, [&](int i) { return -lse[i / 2]; });
           Weights<kCols> none;
           if (masked) change.hide(prob[t], none, row, first_col, visible);
           if constexpr (kSpec.mask)

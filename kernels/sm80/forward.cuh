@@ -169,8 +169,8 @@ __global__ void __launch_bounds__(32 * kSpec.warps, kSpec.blocks_per_sm)
             first_key, [&](int half) { return tile_row + scores[t].row(half) + place.diagonal(p.score); },
             [&](int) { return slope; });
         if constexpr (Change::kModded) {
-          const auto places =
-              mod::Places<Rows::kQueries, kSpec.block_k>::from(s, work.batch, work.head, tile_row, first_key);
+          auto places = mod::Places<Rows::kQueries, kSpec.block_k>::from(s, work.batch, work.head, tile_row, first_key);
+          places.whole = kSpec.blocks && !kSpec.mask && !shown.in_part(tile);
           if constexpr (kSpec.bias != kNoBias) {
             using Items = LogitItems<typename BiasItem<kSpec.bias>::Type>;
             const Items bias = Items::of(p.bias, work.batch, work.head, tile_row, first_key, s);

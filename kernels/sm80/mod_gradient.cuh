@@ -101,14 +101,15 @@ __global__ void __launch_bounds__(32 * kSpec.warps)
       kept.drop(ds[0]);
       ds[0].scale_rows(p.dropout.scale, p.dropout.scale);
     }
-    const auto places = mod::Places<Rows::kQueries, kBlockK>::from(s, batch, head, warp_row, first_key);
+    auto places = mod::Places<Rows::kQueries, kBlockK>::from(s, batch, head, warp_row, first_key);
+    places.whole = kSpec.blocks && !kSpec.mask && !shown.in_part(tile);
 #pragma unroll
     for (int j = 0; j < kBlockK / 8; ++j)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& logit = logits[0].x[j][i];
         logit *= kLn2;
-        const float result = changed(mods, logit, places.template at<false>(j, i));
+        const float result = changed(mods, logit, places.template at<false>(j, i), places.whole);
         prob.x[j][i] = exp2f(logit_minus_lse(result, lse[i / 2]));
       }
     prob.hide(warp_row, first_key, 0.f, [&](int row) { return row < s.seqlen_q ? band.keys(row) : Range{0, -1}; });

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
     give_registers<kSpec.copying_registers()>();
     if constexpr (kSpec.dropout)
       if (warp_index() >= 4 - Tiles::kDecidingWarps) return decide_tiles<kSpec>(p, tiles, kept_words);
-    if (warp_index() == 0) copy_tiles<kSpec, Change::kModded>(p, tiles);
+    if (warp_index() == 0) copy_tiles<kSpec, Mods>(p, tiles);
     if constexpr (kSpec.deterministic)
       if (threadIdx.x == 32) keep_order<kSpec>(p, tiles);
     if constexpr (TileLogits::kAny)
@@ -71,8 +71,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
 
   take_registers<kSpec.registers()>();
   const Change change = {p.score, s};
-  // Found anew where NVRTC 13.5 has no register for the role until then.
-  const int group = (kSpec.mask && kSpec.blocks ? same_in_warp(opaque(threadIdx.x) / 128) : role) - 1;
+  // Found anew where the compiler has no register for the role until then.
+  constexpr bool kFindsRole = kSpec.mask && kSpec.blocks || Mods::kMask && kSpec.access < 16;
+  const int group = (kFindsRole ? same_in_warp(opaque(threadIdx.x) / 128) : role) - 1;
   const auto warp_row = [] { return int(opaque(threadIdx.x) / 32 % 4 * 16); };
   const auto turns = [&] {  // with dropout, no register is left for the group
     return Turns<kGroups>{kSpec.dropout ? int(opaque(threadIdx.x) / 128) - 1 : group, 1};
@@ -90,10 +91,10 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
   float4 lse[kBlockQ / 16];
   ShownBits<kBlockQ> shown;
   // The narrow stores, and softcap with a bias, have no registers left for lse; nor, where the compiler is NVRTC 13.5,
-  // has a mask with 128 queries or softcap. The narrow stores, and softcap with ALiBi, have none for delta beside
-  // dropout; nor have 128 queries with softcap or dropout.
-  constexpr bool kReadsAhead =
-      kSpec.access == 16 && !(kSpec.softcap && TileLogits::kAny) && !(kSpec.mask && (kBlockQ == 128 || kSpec.softcap));
+  // has a mask with 128 queries or softcap, nor a MaskMod beside a block mask. The narrow stores, and softcap with
+  // ALiBi, have none for delta beside dropout; nor have 128 queries with softcap or dropout.
+  constexpr bool kReadsAhead = kSpec.access == 16 && !(kSpec.softcap && TileLogits::kAny) &&
+                               !(kSpec.mask && (kBlockQ == 128 || kSpec.softcap)) && !(kSpec.blocks && Mods::kMask);
   constexpr int kPart = kSpec.access == 16 && !(Change::kDerived && kSpec.alibi) ? 2 : 1;
   constexpr bool kDeltaAhead = kBlockQ == 128 ? !(Change::kDerived || kSpec.dropout) : kPart == 2 || !kSpec.dropout;
   // 0, which the compiler does not know: a plain copy of P would be made early, and no product overlap another.
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       if constexpr (kSpec.varlen) return tiles.key_tile().band().queries(key);
       return Band(s).queries(key);
     };
-    const bool hides_some = kSpec.mask && (!kSpec.blocks || flags & Job::kMasked);
+    const bool hides_some = kSpec.mask && (!kSpec.blocks || flags & Job::kInPart);
     Weights<kBlockQ> weights;
     if constexpr (Change::kAny || TileLogits::kAny) {
       const Slant slant = change.slant(
@@ -213,8 +214,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       const auto minus_lse = [&](int j, int i) { return -lse_of(j, i); };
       if constexpr (Change::kModded) {
         const auto& keys = tiles.key_tile();
-        const auto places =
+        auto places =
             mod::Places<Rows::kKeys, kBlockQ>::from(s, keys.batch, head, keys.first_key + first_row, first_query);
+        places.whole = kSpec.blocks && !(flags & Job::kInPart);
         change.template weigh_mods<T, true, kPart>(
             prob, weights, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
       } else if constexpr (kSpec.bias != kNoBias) {

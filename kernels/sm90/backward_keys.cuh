@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
         bool in_part = true;
         if constexpr (kSpec.blocks) {
           tile = shown.tile, head = shown.head;
-          if constexpr (kSpec.mask) in_part = shown.in_part(p.key_blocks);
+          if constexpr (kSpec.mask || Mods::kMask) in_part = shown.in_part(p.key_blocks);
           shown.next(p.key_blocks);
         }
         const int first_query = tile * kTile;
@@ -354,8 +354,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
           const auto minus_lse = [&](int j, int i) { return i % 2 ? -lse_of(j).y : -lse_of(j).x; };
           if (in_part) logits.wait();
           if constexpr (Change::kModded) {
-            const auto places =
+            auto places =
                 mod::Places<Rows::kKeys, kTile>::from(s, work.batch, head - 1, first_key + warp_row, first_query);
+            places.whole = !in_part;
             change.template weigh_mods<T, true, kPart>(
                 prob, rounded, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
           } else if constexpr (kSpec.bias != kNoBias) {

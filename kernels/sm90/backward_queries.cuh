@@ -172,8 +172,9 @@ __global__ void __launch_bounds__(kSpec.threads(), 1)
       Weights<kBlockK> none;
       const auto minus_lse = [&](int, int i) { return -lse[i / 2]; };
       if constexpr (Change::kModded) {
-        const auto places = mod::Places<Rows::kQueries, kBlockK>::from(s, works.work.batch, works.work.head,
-                                                                       first_query + warp_row, first_key);
+        auto places = mod::Places<Rows::kQueries, kBlockK>::from(s, works.work.batch, works.work.head,
+                                                                 first_query + warp_row, first_key);
+        places.whole = kSpec.blocks && !in_part;
         change.template weigh_mods<T, false>(
             prob, none, slant, p.mods, places, [](int, int) { return 0.f; }, minus_lse);
       } else if constexpr (kSpec.bias != kNoBias) {

@@ -15,9 +15,9 @@ namespace cupyflash {
 
 // What is to be done with one tile of queries, as the copying warp says it.
 struct alignas(16) Job {  // flags, block and blocks are read together
-  // Bit i: the band hides some score of group i. Then: the mask has words for it; there is no tile before, whose dq is
-  // to be made; the last tile of its keys; all is added before the next tile begins; no tile.
-  static constexpr int kMasked = 64, kFirst = 128, kLast = 256, kDrains = 512, kEnd = 1024;
+  // Bit i: the band hides some score of group i. Then: a block mask does not show it whole; there is no tile before,
+  // whose dq is to be made; the last tile of its keys; all is added before the next tile begins; no tile.
+  static constexpr int kInPart = 64, kFirst = 128, kLast = 256, kDrains = 512, kEnd = 1024;
   int flags;
   uint32 block;  // of dq_sum, where the tile begins; `blocks` of them exist
   int blocks;
@@ -273,9 +273,9 @@ __device__ __forceinline__ void decide_tiles(const HopperBackwardParams& p, Back
     do {
       tiles.count = i / kWords;
       const volatile LogitPlace& place = tiles.place();
+      const Dropping dropping = {p.dropout, place.batch, place.head};
       words[i % (kSpec.stages * kWords)] =
-          Dropping{p.dropout, place.batch, place.head}.template word_of_tile<Tiles::kBlockK>(i % kWords, place.query,
-                                                                                             place.key);
+          dropping.template word_of_tile<Tiles::kBlockK>(i % kWords, place.query, place.key);
       i += kThreads;
     } while (i % kWords >= kThreads);
     tiles.count = i / kWords - 1;
@@ -298,7 +298,7 @@ __device__ __forceinline__ void copy_logits(const HopperBackwardParams& p, Backw
 }
 
 // The warp that copies.
-template <HopperBackwardSpec kSpec, bool kModded>
+template <HopperBackwardSpec kSpec, class Mods>
 __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, BackwardTiles<kSpec>& tiles) {
   using Tiles = BackwardTiles<kSpec>;
   constexpr int kBlockQ = kSpec.block_q, kBlockK = kSpec.block_k(), kDim = kSpec.head_dim, kDimV = kSpec.head_dim_v;
@@ -351,10 +351,10 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
 #pragma unroll 1
     while (true) {
       const bool begins = kSpec.blocks ? first_of_keys : in_group == 0 && in_head == 0;
-      bool masked = kSpec.mask;
+      bool in_part = kSpec.mask;
       if constexpr (kSpec.blocks) {
         tile = shown.tile, in_group = shown.head - work.head * s.group;
-        if constexpr (kSpec.mask) masked = shown.in_part(p.key_blocks);
+        if constexpr (kSpec.mask || Mods::kMask) in_part = shown.in_part(p.key_blocks);
         shown.next(p.key_blocks);
       }
       const bool last = kSpec.blocks ? !shown.left() : in_group == s.group - 1 && in_head == count - 1;
@@ -365,16 +365,16 @@ __device__ __forceinline__ void copy_tiles(const HopperBackwardParams& p, Backwa
       barrier_wait(tiles.queries().empty(slot), tiles.queries().parity() ^ 1);
       if (lane_index() == 0) {
         const int flags = (drained ? Job::kFirst : 0) | (last ? Job::kLast : 0) | (drains ? Job::kDrains : 0) |
-                          (masked ? Job::kMasked : 0);
+                          (in_part ? Job::kInPart : 0);
         tiles.job() = make_job<kSpec>(p, place_of_work(work), work, head, first, flags);
         if constexpr (kSpec.alibi)
           tiles.alibi() = {change.slope(work.batch, head),
                            work.tile * kBlockK - place_of_work(work).diagonal(p.score) - first};
         if constexpr (Tiles::TileLogits::kAny || kSpec.dropout)
           tiles.place() = {work.batch, head, first, work.tile * kBlockK};
-        if constexpr (kModded) tiles.head() = head;
-        copy_queries(place_of_work(work), first, head, masked);
-        if (masked) copy_words(work, first, head);
+        if constexpr (Mods::kScore || Mods::kMask) tiles.head() = head;
+        copy_queries(place_of_work(work), first, head, kSpec.mask && in_part);
+        if (kSpec.mask && in_part) copy_words(work, first, head);
         if (begins)
           copy_tile<kBlockK, kDimV>(tiles.v + tiles.values().slot() * Tiles::kVBytes, p.v_map,
                                     tiles.values().acquire(Tiles::kVBytes), work.tile * kBlockK, work.head,

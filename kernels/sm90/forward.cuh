@@ -61,8 +61,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
                 "the rows of a tile have the same blocks");
   static_assert(!kSpec.blocks || kCluster == 1 && kTeams == 1, "one warp takes the runs of a block");
   static_assert(!kSpec.varlen || !kSpec.packed && kCluster == 1, "the rows of a box belong to one sequence and head");
-  static_assert(!kSpec.steady || !kSpec.varlen && !kSpec.dropout && kSpec.mask <= kSpec.blocks,
-                "some are seen in full");
+  static_assert(!kSpec.steady || kSpec.mask <= kSpec.blocks && !kSpec.bounded, "some tiles are seen in full");
   static_assert(!kSpec.dropout || !kSpec.packed, "queries whose random numbers come together are 8 rows apart");
 
   extern __shared__ __align__(1024) char shared[];
@@ -104,7 +103,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   static_assert(
       !kSpec.bounded || kSpec.softcap && !kSpec.alibi && !Change::kModded && !GroupLogits::kAny && !kSpec.blocks,
       "nothing else changes what softcap bounds, and the keys of a row are known");
-  static_assert(!kSpec.steady || !Change::kAny && !GroupLogits::kAny, "scores are as the product leaves them");
+  static_assert(!kSpec.steady || !Mods::kMask && !GroupLogits::kAny, "the keys of a row are known");
   static_assert(!Change::kModded || !GroupLogits::kAny, "no registers are left for both");
   const Change change = {p.score, s};
   const int queries = kSpec.packed ? p.queries : 64, block_q = kCluster * kGroups * queries;  // of a group, of a team
@@ -250,6 +249,8 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
   constexpr bool kNatural = kSpec.bias != kNoBias;
   const float exponent_log2 = kNatural ? kLog2E : change.scale_log2();
   constexpr bool kRelative = Change::kAny && !Change::kModded && !kNatural;
+  // Of changed scores the first ones may be far below those that follow: the maximum does not begin there.
+  constexpr bool kFloored = kSpec.steady && Change::kAny;
   int head[2], query[2];  // of this lane's rows, for functions of the user
   ShownBits<kSpec.mask ? kBlockK : 64> shown_bits;
   const uint32* mask_row = nullptr;  // this lane's words
@@ -265,44 +266,50 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     if constexpr (kEarlyBits)
       if (in_part) shown_bits.load(mask_row, p.mask.cols, tile);
   };
+  const auto begin_dropping = [&](int first_key) {
+    if constexpr (kSpec.dropout)
+      kept.begin({p.dropout, works.work.batch, works.work.head}, first_query + warp_row, first_key);
+  };
+  const auto finish_dropping = [&](int first_key) {
+    if constexpr (kSpec.dropout)
+      kept.finish({p.dropout, works.work.batch, works.work.head}, first_query + warp_row, first_key);
+  };
+  const auto slant_of = [&](const Where& place, int first_key) {
+    return change.slant(
+        first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + place.diagonal(p.score); },
+        [&](int half) { return slope[half]; });
+  };
+  // `inside`: all keys of the tile exist. `whole`: see mod::Places. `steadily`: see below.
+  const auto change_scores = [&](const Where& place, int first_key, bool inside, bool whole, bool steadily) {
+    [[maybe_unused]] constexpr int kPart = kSpec.float32_out ? 1 : 2;
+    if constexpr (Change::kModded) {
+      auto places = mod::Places<Rows::kQueries, kBlockK>::from(
+          s, works.work.batch, first_key, [&](int half) { return head[half]; }, [&](int half) { return query[half]; });
+      places.inside = inside, places.whole = whole;
+      change.template apply_mods<(Mods::kReads ? kPart : kBlockK / 8)>(scores[0], slant_of(place, first_key), p.mods,
+                                                                       places, [](int, int) { return 0.f; });
+    } else if constexpr (Change::kAny) {
+      change.template apply<kPart>(scores[0], slant_of(place, first_key), [&](int, int i) {
+        if constexpr (kSpec.bounded) return -p.score.middle;
+        if constexpr (!kRelative) return 0.f;
+        return -(steadily ? softmax.top[0][i / 2] : softmax.origin(0, i / 2));
+      });
+    }
+  };
   // Scores -> weights in float32; whether out must be multiplied by factor. Only of the last tile, which comes first,
   // may there be keys that do not exist.
   const auto weigh = [&](const Where& place, int tile, bool first, bool in_part) {
     const int first_key = tile * kBlockK;
-    const auto slant = [&] {
-      return change.slant(
-          first_key, [&](int half) { return query_of(warp_row + scores[0].row(half)) + place.diagonal(p.score); },
-          [&](int half) { return slope[half]; });
-    };
     const bool hides = first_key < seen_by_all.first || first_key + kBlockK - 1 > seen_by_all.last;
-    const auto minus_origin = [&](int, int i) {
-      return kSpec.bounded ? -p.score.middle : kRelative ? -softmax.origin(0, i / 2) : 0.f;
-    };
-    const Dropping dropping = {p.dropout, works.work.batch, works.work.head};
-    const auto begin_dropping = [&] {
-      if constexpr (kSpec.dropout) kept.begin(dropping, first_query + warp_row, first_key);
-    };
-    const auto finish_dropping = [&] {
-      if constexpr (kSpec.dropout) kept.finish(dropping, first_query + warp_row, first_key);
-    };
     if constexpr (kSpec.bounded && kWarpgroups == 2)  // three have no registers for it
       if (!hides && change.all_near(scores[0])) {
         // In one piece, so that the series runs beside the exponentials.
-        change.template cap<false>(scores[0], slant(), minus_origin);
-        softmax.exponentiate_relative(scores, begin_dropping);
-        finish_dropping();
+        change.template cap<false>(scores[0], slant_of(place, first_key), [&](int, int) { return -p.score.middle; });
+        softmax.exponentiate_relative(scores, [&] { begin_dropping(first_key); });
+        finish_dropping(first_key);
         return false;
       }
-    constexpr int kPart = kSpec.float32_out ? 1 : 2;
-    if constexpr (Change::kModded) {
-      auto places = mod::Places<Rows::kQueries, kBlockK>::from(
-          s, works.work.batch, first_key, [&](int half) { return head[half]; }, [&](int half) { return query[half]; });
-      places.inside = !first;
-      change.template apply_mods<(Mods::kReads ? kPart : kBlockK / 8)>(scores[0], slant(), p.mods, places,
-                                                                       [](int, int) { return 0.f; });
-    } else if constexpr (Change::kAny) {
-      change.template apply<kPart>(scores[0], slant(), minus_origin);
-    }
+    change_scores(place, first_key, !first, kSpec.blocks && !in_part, false);
     if (in_part) logits.wait();
     if constexpr (kSpec.bias != kNoBias) {
       auto bias = logits.row_bias(row_of(p.bias));
@@ -331,11 +338,21 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       raised = true;
     };
     if constexpr (kSpec.bounded)
-      softmax.exponentiate_relative(scores, begin_dropping);
+      softmax.exponentiate_relative(scores, [&] { begin_dropping(first_key); });
     else
-      softmax.template weigh<kRelative>(scores, exponent_log2, rescale, begin_dropping);
-    finish_dropping();
+      softmax.template weigh<kRelative>(scores, exponent_log2, rescale, [&] { begin_dropping(first_key); });
+    finish_dropping(first_key);
     return raised;
+  };
+  // The same of a tile that all rows see in full, where sums take the place of maxima.
+  const auto weigh_steadily = [&](const Where& place, int tile) {
+    const int first_key = tile * kBlockK;
+    change_scores(place, first_key, true, false, true);
+    if constexpr (kRelative)
+      softmax.exponentiate_relative(scores, [&] { begin_dropping(first_key); });
+    else
+      softmax.exponentiate_steadily(scores, exponent_log2, [&] { begin_dropping(first_key); });
+    finish_dropping(first_key);
   };
   const auto round_weights = [&] {
 #pragma unroll
@@ -359,6 +376,11 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
       if constexpr (kSpec.steady)
         wrong |= query < min(first_query + queries, sizes_in(s, place).seqlen_q) &
                  !(softmax.holds(0, half, exponent_log2, p.sink.of(head)) & out[0].finite(half));
+      if constexpr (kFloored) {
+        const Range keys = band_in(band, place).keys(query);
+        wrong |= query < min(first_query + queries, sizes_in(s, place).seqlen_q) & keys.first <= keys.last &
+                 !softmax.suffices(0, half);
+      }
       if constexpr (kSpec.dropout) inverse[half] *= p.dropout.scale;
       if (p.lse.data != nullptr && lane_index() % 4 == 0 &&
           query < min(first_query + queries, sizes_in(s, place).seqlen_q))
@@ -410,7 +432,9 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
     const int first_tile = shown.down(own.last, own.first);
     const int before = tiles.last - own.last,
               after = own.first - tiles.first;  // tiles of others, from the last one down
-    softmax = OnlineSoftmax<1>(kSpec.bounded ? p.score.middle : -kInfinity);
+    softmax = OnlineSoftmax<1>(kSpec.bounded ? p.score.middle
+                               : kFloored    ? OnlineSoftmax<1>::kFloor / exponent_log2
+                                             : -kInfinity);
     out[0].clear();
     if constexpr (kSpec.alibi)
 #pragma unroll
@@ -462,7 +486,7 @@ __global__ void __cluster_dims__(kSpec.cluster, 1, 1) __launch_bounds__(kSpec.th
             turns.pass_on();
             wgmma_wait<1>();
             ring.release();
-            softmax.exponentiate_steadily(scores, exponent_log2);
+            weigh_steadily(place, tile);
             wgmma_wait<0>();
             ring.release(1);
             ring.advance(2);
