@@ -210,9 +210,9 @@ SHORT = 1024
 #    64: 1.02 1.06 1.10, 1.01 1.03 1.06   128: 1.00 1.11 1.14, 0.96 1.07 1.12   256: 0.96 0.97 0.99, 0.92 0.97 0.99
 # The sums watched before the wait for P V, so that all exponentials were, too, on another GPU:
 #    64: 1.02 1.05 1.05, 1.01 1.03 1.04   128: 1.01 1.09 1.11, 0.95 1.05 1.10   256: 0.95 0.99 1.00, 0.95 0.97 0.99
-# Of changed scores the first ones may be far below those that follow, as those of ALiBi are: there the maximum begins at
-# 2^-16, and a flag tells of rows whose sum that leaves too small. 128, 8192, of the speed of a plain call that follows
-# sums, before and with sums, not in one run: ALiBi 0.78 and 0.91, as a ScoreMod 0.73 and 0.81, dropout: see above.
+# Of changed scores the first ones may be far below those that follow, as those of ALiBi are: there the maximum begins
+# at 2^-16, and a flag tells of rows whose sum that leaves too small. 128, 8192, of the speed of a plain call that
+# follows sums, before and with sums, not in one run: ALiBi 0.78 and 0.91, as a ScoreMod 0.73 and 0.81.
 # Not timed beside the maximum: block masks, packed sequences, softcap without bounds.
 STEADY = 128  # head_dim up to which it is used,
 STEADY_KEYS = 2048  # keys that a row may see from which on,
