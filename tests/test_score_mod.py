@@ -797,7 +797,6 @@ def test_tiles_beside_a_block_mask(head_dim, text, block_k):
     "head_dim, score, visible",
     [
         (64, "ALiBi", None),
-        (128, "relative bias", None),
         (128, "relative bias", "documents"),
         (256, "ALiBi", None),
         (128, None, "documents"),
