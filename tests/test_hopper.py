@@ -678,6 +678,17 @@ def both(by_sums, *qkv, **options):
     return results, flag, others
 
 
+def check_by_sums(by_sums, backend, *qkv, wild=False, like=None, **options):
+    """Results by sums, or, of what is ``wild``, the bits of the other kernel; ``like``: options of the yardstick."""
+    results, flag, others = both(by_sums, *qkv, **options)
+    assert flag == wild
+    right = tools.expectation(backend, *qkv, **(like or options))
+    for name, result in results.items():
+        assert not wild or tools.same_bits(result, others[name]), name
+        tools.assert_close(name, backend.host(result), *right[name])
+    return results
+
+
 BY_SUMS = {  # queries, keys, query heads, key heads, head_dim, head_dim_v
     "64": (512, 1024, 4, 4, 64, 64),
     "odd": (403, 1391, 4, 2, 64, 64),
@@ -789,12 +800,7 @@ def test_scores_above_the_first_maximum(by_sums, case, dtype):
     seqlen_q, options, of_keys, query, wild = RISING[case]
     backend = SIXTEEN[dtype]
     qkv = with_scores(backend, seqlen_q, of_keys, query)
-    results, flag, others = both(by_sums, *qkv, **options)
-    assert flag == wild
-    right = tools.expectation(backend, *qkv, **options)
-    for name, result in results.items():
-        assert not wild or tools.same_bits(result, others[name]), name
-        tools.assert_close(name, backend.host(result), *right[name])
+    check_by_sums(by_sums, backend, *qkv, wild=wild, **options)
 
 
 CHANGES = {  # head_dim, options
@@ -819,38 +825,27 @@ def changes(backend, slopes=None, sink=None, dropout=None, **options):
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("dtype", SIXTEEN)
-@pytest.mark.parametrize("change", CHANGES)
-def test_changed_scores_by_sums(by_sums, change, dtype):
+@pytest.mark.parametrize(
+    "dtype, change",
+    [("bfloat16", change) for change in CHANGES] + [("float16", c) for c in ("dropout", "causal dropout")],
+)
+def test_changed_scores_by_sums(by_sums, dtype, change):
     backend, (head_dim, options) = SIXTEEN[dtype], CHANGES[change]
-    options = changes(backend, **options)
     for seqlen_q, seqlen_k in ((403, 1391), (900, 900)):
         x = tools.inputs(backend, seqlen_q, seqlen_k, head_dim=head_dim)
-        if options.get("softcap", 99) < choose.BOUND and dtype == "bfloat16" and "alibi_slopes" not in options:
-            continue
-        results, flag, others = both(by_sums, *x.qkv, **options)
-        assert flag == 0
-        right = tools.expectation(backend, *x.qkv, **options)
-        for name, result in results.items():
-            tools.assert_close(name, backend.host(result), *right[name])
+        check_by_sums(by_sums, backend, *x.qkv, **changes(backend, **options))
 
 
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("dtype", SIXTEEN)
-def test_a_function_by_sums(by_sums, dtype, head_dim, causal):
+def test_a_function_by_sums(by_sums, head_dim, causal):
     """ALiBi, which is the yardstick."""
-    backend = SIXTEEN[dtype]
-    x, slopes = tools.inputs(backend, 500, 1391, head_dim=head_dim), backend.array((0.7, 0.02), np.float32)
-    text = "score - slope[h] * abs(i + (seqlen_k - seqlen_q) - j)"
-    options = {"score_mod": cupyflash.ScoreMod(text, slope=slopes), "causal": causal}
-    results, flag, others = both(by_sums, *x.qkv, **options)
-    assert flag == 0
-    right = tools.expectation(backend, *x.qkv, alibi_slopes=slopes, causal=causal)
-    for name, result in results.items():
-        tools.assert_close(name, backend.host(result), *right[name])
+    x, slopes = tools.inputs(BFLOAT16, 500, 1391, head_dim=head_dim), BFLOAT16.array((0.7, 0.02), np.float32)
+    mod = cupyflash.ScoreMod("score - slope[h] * abs(i + (seqlen_k - seqlen_q) - j)", slope=slopes)
+    like = {"alibi_slopes": slopes, "causal": causal}
+    check_by_sums(by_sums, BFLOAT16, *x.qkv, like=like, score_mod=mod, causal=causal)
 
 
 FAR_DOWN = {  # scores in base 2, slopes; whether they are too small
@@ -864,19 +859,13 @@ FAR_DOWN = {  # scores in base 2, slopes; whether they are too small
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("dtype", SIXTEEN)
 @pytest.mark.parametrize("case", FAR_DOWN)
-def test_changed_scores_far_from_the_first(by_sums, case, dtype):
+def test_changed_scores_far_from_the_first(by_sums, case):
     """Rows whose sums are too small, or too large, are computed by the other kernel."""
-    backend, (of_keys, slopes, wild) = SIXTEEN[dtype], FAR_DOWN[case]
-    qkv = with_scores(backend, 700, scores(700) + of_keys)
-    options = {"alibi_slopes": backend.array(slopes, np.float32)}
-    results, flag, others = both(by_sums, *qkv, **options)
-    assert flag == wild
-    right = tools.expectation(backend, *qkv, **options)
-    for name, result in results.items():
-        assert not wild or tools.same_bits(result, others[name]), name
-        tools.assert_close(name, backend.host(result), *right[name])
+    of_keys, slopes, wild = FAR_DOWN[case]
+    qkv = with_scores(BFLOAT16, 700, scores(700) + of_keys)
+    options = {"alibi_slopes": BFLOAT16.array(slopes, np.float32)}
+    check_by_sums(by_sums, BFLOAT16, *qkv, wild=wild, **options)
 
 
 @pytest.mark.gpu
@@ -885,11 +874,8 @@ def test_changed_scores_of_rows_without_keys(by_sums):
     """They are no reason to compute a call again."""
     x = tools.inputs(BFLOAT16, 900, 600)
     options = {"alibi_slopes": BFLOAT16.array((0.7, 0.02), np.float32), "causal": True}
-    results, flag, others = both(by_sums, *x.qkv, **options)
-    assert flag == 0 and bool((results["lse"][:, :, :300] == -np.inf).all())
-    right = tools.expectation(BFLOAT16, *x.qkv, **options)
-    for name, result in results.items():
-        tools.assert_close(name, BFLOAT16.host(result), *right[name])
+    results = check_by_sums(by_sums, BFLOAT16, *x.qkv, **options)
+    assert bool((results["lse"][:, :, :300] == -np.inf).all())
 
 
 def changed(which, index, value):
@@ -948,12 +934,7 @@ def test_a_sink_by_sums(by_sums, sink, far):
     """One so far above that what the keys have of the weight would be cut off."""
     q, k, v = with_scores(BFLOAT16, 300, scores(700, k0=40), 200)
     options = {"sink": BFLOAT16.array([sink], np.float32)}
-    results, flag, others = both(by_sums, q, k, v, **options)
-    assert flag == far
-    right = tools.expectation(BFLOAT16, q, k, v, **options)
-    for name, result in results.items():
-        assert not far or tools.same_bits(result, others[name]), name
-        tools.assert_close(name, BFLOAT16.host(result), *right[name])
+    check_by_sums(by_sums, BFLOAT16, q, k, v, wild=far, **options)
 
 
 @pytest.mark.gpu

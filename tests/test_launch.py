@@ -1279,22 +1279,29 @@ def test_a_graph_keeps_what_it_needs(gpu, capturing):
     )
 
 
-@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
-def test_a_call_holds_its_workspace(gpu, monkeypatch):
-    """Until the last launch: what nobody holds, an allocator may free or give to another thread."""
-    workspace, held = [], []
+def watch_workspace(gpu, monkeypatch):
+    """What a call allocates, weakly, and which of it somebody holds at each launch."""
+    workspace, held, launch_kernel = [], [], gpu.launch_kernel
 
     def zeros(shape, dtype):
         x = array(shape, dtype)
         workspace.append(weakref.ref(x))
         return x
 
-    def launch_kernel(*arguments):
+    def watched(*arguments):
         held.append([x() is not None for x in workspace])
+        launch_kernel(*arguments)
 
     monkeypatch.setattr(launch.cupy, "zeros", zeros)
     monkeypatch.setattr(launch.cupy, "empty", zeros)
-    monkeypatch.setattr(launch.cupy.cuda.driver, "launchKernel", launch_kernel)
+    monkeypatch.setattr(launch.cupy.cuda.driver, "launchKernel", watched)
+    return workspace, held
+
+
+@pytest.mark.parametrize("gpu", ["9.0"], indirect=True)
+def test_a_call_holds_its_workspace(gpu, monkeypatch):
+    """Until the last launch: what nobody holds, an allocator may free or give to another thread."""
+    workspace, held = watch_workspace(gpu, monkeypatch)
     _, x, _ = prepared(
         replace(LONG_SHAPES[0], dtype="float32"), {}, ("q", "k", "v", "out", "dout", "lse", "dlse"), False, {}
     )
@@ -1323,8 +1330,8 @@ def short_is_steady(monkeypatch):
     monkeypatch.setattr(choose, "STEADY_SCORES", 1)
 
 
-STEADY = ("none", "window", "alibi", "sink", "dropout", "blocks", "blocks and mask", "blocks in part")
-WIDE_STEADY = (*STEADY, "softcap", "all")  # at 128
+STEADY = ("none", "window", "sink", "dropout", "blocks", "blocks and mask", "blocks in part")
+CHANGED_STEADY = {("bfloat16", 128): ("alibi", "all")} | dict.fromkeys((("bfloat16", 64), ("bfloat16", 40)), ("alibi",))
 
 
 @both_paths
@@ -1335,9 +1342,11 @@ def test_sums_in_place_of_maxima(gpu, short_is_steady, options):
         Shape(),
         Shape(40, 8, 1, 300, 500, 6, 2),
         Shape(64, 64, 3, 5, 1300, 8, 2),
+        Shape(128),
         Shape(128, dtype="float16"),
     ):
-        steady = gpu.path == "sm90" and options in (STEADY if shape.head_dim <= 64 else WIDE_STEADY)
+        steady = options in STEADY or options in CHANGED_STEADY.get((shape.dtype, shape.head_dim), ())
+        steady &= gpu.path == "sm90"
         for float32_out in (False, True):
             call = forward(gpu, shape, OPTIONS[options], float32_out)
             assert call.main == ("hopper_forward",) * 2 if steady else len(call.main) == 1

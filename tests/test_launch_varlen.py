@@ -1,15 +1,14 @@
 """Every kind of call of packed sequences is planned and 'launched' without a GPU, as test_launch.py does it."""
 
 import itertools
-import weakref
 
 import numpy as np
 import pytest
 import tools
-from test_launch import ALIGNED, DEVICES, MULTIPROCESSORS, Gpu, array, copyable, exists, gpu, tiles  # noqa: F401
+from test_launch import ALIGNED, DEVICES, MULTIPROCESSORS, Gpu, array, copyable, exists, gpu, tiles, watch_workspace  # noqa: F401
 
 import cupyflash
-from cupyflash import choose, dropout, launch_varlen, structs, tensor_map
+from cupyflash import choose, dropout, structs, tensor_map
 
 LENGTHS = {
     "mixed": ((1, 64, 0, 129, 300), (5, 64, 33, 0, 257), (3, 2)),
@@ -273,20 +272,7 @@ def test_a_call_holds_its_workspace(gpu, monkeypatch, backward):  # noqa: F811
     """Until the last launch, also the table of the first one: the flag of sums must not lie in its place."""
     monkeypatch.setattr(choose, "STEADY_KEYS", 1)
     monkeypatch.setattr(choose, "STEADY_SCORES", 1)
-    workspace, held, launch = [], [], gpu.launch_kernel
-
-    def zeros(shape, dtype):
-        x = array(shape, dtype)
-        workspace.append(weakref.ref(x))
-        return x
-
-    def launch_kernel(*arguments):
-        held.append([x() is not None for x in workspace])
-        launch(*arguments)
-
-    monkeypatch.setattr(launch_varlen.cupy, "zeros", zeros)
-    monkeypatch.setattr(launch_varlen.cupy, "empty", zeros)
-    monkeypatch.setattr(launch_varlen.cupy.cuda.driver, "launchKernel", launch_kernel)
+    _, held = watch_workspace(gpu, monkeypatch)
     _, _, launched = called(gpu, LENGTHS["mixed"], {}, 64, 64, backward=backward)
     assert len(held) == len(launched) > 2 and all(map(all, held))
     if backward is None:

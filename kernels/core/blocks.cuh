@@ -58,7 +58,7 @@ struct ShownTiles {
     if constexpr (!kBlocks) return tile == last;
     return up(tile + 1, last) > last;
   }
-  // Whether the element mask hides some of a tile.
+  // Whether a mask or a MaskMod may hide some of a tile.
   __device__ __forceinline__ bool in_part(int tile) const {
     if constexpr (!kBlocks) return true;
     return has_bit(words, tile / kTilesOfBit);

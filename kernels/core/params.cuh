@@ -86,7 +86,7 @@ struct BiasGradient {  // of a contiguous dbias, whose axes are those of the log
 constexpr int kMaskTile = 128;  // rows and columns of a bit of a block mask
 struct BlockMask {              // of queries by keys, or of keys by queries; core/blocks.cuh
   const uint32* data;           // (batch, heads_q, rows of tiles, 2, words), a bit for each tile of a row: that some of
-                                // it is shown, then that the element mask hides some of that
+                                // it is shown, then that a mask or a MaskMod may hide some of that
   int64 batch, head, words;     // strides in rows, 0 where it was broadcast; and words of a row
 };
 
