@@ -383,12 +383,17 @@ def kept(parser, options, result):
     """The rows that the file holds, where only some are measured."""
     if not (options.only and options.output.exists()):
         return {}
-    before = json.loads(options.output.read_text())
+    try:
+        before = json.loads(options.output.read_text())
+        held, commands = dict(before["rows"]), list(before["commands"])
+        table(before)  # rows that are not whole
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        parser.error(f"{options.output}: no result of options.py can be read there: {type(error).__name__}: {error}")
     for what in ("gpu", "versions", "method"):
         if before.get(what) != result[what]:
             parser.error(f"{options.output} has {what} {before.get(what)}, this run {result[what]}; allowed: the same")
-    result["commands"] = [*dict.fromkeys(before["commands"] + result["commands"])]
-    return before["rows"]
+    result["commands"] = [*dict.fromkeys(commands + result["commands"])]
+    return held
 
 
 def main(arguments=None):

@@ -144,7 +144,10 @@ def commits(result):
 
 
 def write(options, result):
-    options.output.write_text(as_json(result, indent=1) + "\n")
+    """In one step: a run that is ended leaves a whole file."""
+    part = options.output.with_name(options.output.name + ".part")
+    part.write_text(as_json(result, indent=1) + "\n")
+    part.replace(options.output)
 
 
 def show(options, result, text, picture=None):

@@ -179,6 +179,8 @@ def main(arguments=None):
     try:
         result = json.loads(options.input.read_text())
         text = table(result)
+        if options.plot:  # before the README: what cannot be drawn is not written either
+            plot(result, options.plot)
     except (OSError, ValueError, LookupError, ArithmeticError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         parser.error(f"--input {options.input}: no result of side_by_side.py can be read there: {reason}")
@@ -188,8 +190,6 @@ def main(arguments=None):
             write(text, readme)
         except (OSError, ValueError) as error:
             parser.error(f"--write: {readme}: {error}")
-    if options.plot:
-        plot(result, options.plot)
     if not (options.write or options.plot):
         print(text)
 

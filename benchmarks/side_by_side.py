@@ -355,7 +355,7 @@ def resumed(result, kept):
     own = {"ceilings": kept["ceilings"]}
     if "ceilings_from" in kept or kept["date"] != result["date"]:
         own["ceilings_from"] = kept.get("ceilings_from", f"on {kept['date']}")
-    return output.resumed(result, kept) | own
+    return output.resumed(result, kept, "dtype") | own
 
 
 def main(arguments=None):

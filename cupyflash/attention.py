@@ -204,14 +204,17 @@ def attention(
     one head, or of a column in all rows and heads, kernels that do not split compute the call instead. So the last bits
     of a row depend on the numbers in all others, too.
 
-    *16 bits on Hopper.* Where ``head_dim`` and ``head_dim_v`` are at most 128, a query may see 2048 keys or more, all
-    of a call see 2^28 or more, and no option but ``causal``, ``window``, ``scale``, ``sink`` and ``block_mask`` is
-    given, the maximum of a row is looked for in its last keys only, up to the first whole tile. From there, in tiles
-    that are seen in full, its place is taken by the sum of the row, which is needed anyway: no weight is far above 1,
-    but the largest one, which would else have been 1, may be rounded as any other. Where a weight is beyond float32
-    before that shows, 88 above the others as a logit, or a logit beyond 11000, a sink 44 above the others, a sum of
-    values beyond float32, or anything not finite, other kernels compute the whole call once more. So the last bits of a
-    row depend on the numbers in all others, too. A call takes 12 bytes for that.
+    *16 bits on Hopper.* Where ``head_dim`` and ``head_dim_v`` are at most 128, a query may see 2048 keys or more and
+    all of a call see 2^28 or more, the maximum of a row is looked for in its last keys only, up to the first whole
+    tile. From there, in tiles that are seen in full, its place is taken by the sum of the row, which is needed
+    anyway: no weight is far above 1, but the largest one, which would else have been 1, may be rounded as any other.
+    That is with ``causal``, ``window``, ``scale``, ``sink``, ``dropout`` and packed sequences, in bfloat16 also with
+    ``alibi_slopes`` and ``score_mod``, and above ``head_dim`` 64 with a ``softcap`` that is above 31 or beside these;
+    with ``block_mask`` only where neither dropout nor a change of scores is beside it. Where a weight is beyond
+    float32 before that shows, 88 above the others as a logit, or a logit beyond 11000, a sink 44 above the others, a
+    sum of values beyond float32, or anything not finite, other kernels compute the whole call once more; with ALiBi,
+    softcap or a ``score_mod`` also where all logits of a row are below -11, as of a query with few keys they may be.
+    So the last bits of a row depend on the numbers in all others, too. A call takes 12 bytes for that.
 
     *Copies.* Arrays may have any strides. On the GPU, an input whose last axis is not contiguous is copied
     (and such an ``out`` written through a copy), and so is ``q`` of 16 bits where ``scale`` is negative;

@@ -225,6 +225,22 @@ def test_without_gpu(monkeypatch, capsys, tmp_path, script):
     assert not printed.out and not output.exists()
 
 
+def test_a_run_that_is_ended_leaves_a_whole_file(tmp_path, monkeypatch):
+    import output
+
+    options = SimpleNamespace(output=tmp_path / "x.json")
+    output.write(options, {"a": 1})
+
+    def ended(path, text):
+        path.open("w").write(text[:3])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pathlib.Path.write_text", ended)
+    with pytest.raises(KeyboardInterrupt):
+        output.write(options, {"a": 2})
+    assert json.loads(options.output.read_text()) == {"a": 1}
+
+
 def test_no_cupy_for_a_gpu(monkeypatch, capsys):
     import output
 
@@ -959,6 +975,11 @@ def test_report_writes_and_draws(monkeypatch, capsys, tmp_path):
     report.main(["--input", str(source)])
     assert capsys.readouterr().out.strip() in text
 
+    source.write_text(json.dumps({**machine, "dtype": "bfloat16", "cells": {}}))
+    arguments = ["--input", str(source), "--write", "--plot", str(tmp_path / "x.png")]
+    assert code_of(report.main, arguments) == 2 and readme.read_text() == text, "what cannot be drawn is not written"
+    plots.close("all")
+
 
 @pytest.mark.parametrize("text", ["", "{0} old", "{1} and {0}", None])
 def test_report_without_its_marks(monkeypatch, capsys, tmp_path, text):
@@ -1009,7 +1030,7 @@ def test_every_round_has_an_order_of_its_own(side_by_side):
 
 
 def test_a_result_that_goes_on(side_by_side):
-    machine = {"gpu": "some GPU", "torch": "2", "cudnn": 9, "date": "1st"}
+    machine = {"gpu": "some GPU", "torch": "2", "cudnn": 9, "dtype": "bfloat16", "date": "1st"}
     first = machine | {"cells": {"a": 1}, "missing": {}, "ceilings": 5, "versions": {"x": 1, "y": 1}, "commands": ["1"]}
     second = first | {"cells": {}, "missing": {"m": 1}, "ceilings": None, "versions": {"x": 1}, "commands": ["2"]}
     expected = first | {"commands": ["1", "2"]}
@@ -1018,7 +1039,7 @@ def test_a_result_that_goes_on(side_by_side):
     later = expected | {"date": "2nd", "ceilings_from": "on 1st"}  # which stay those of the first
     assert side_by_side.resumed(second | {"date": "2nd"}, first) == later
     assert side_by_side.resumed(second | {"date": "3rd"}, later) == later | {"date": "3rd"}
-    for change in ({"gpu": "another GPU"}, {"cudnn": 10}, {"versions": {"x": 2}}):
+    for change in ({"gpu": "another GPU"}, {"cudnn": 10}, {"dtype": "float16"}, {"versions": {"x": 2}}):
         with pytest.raises(ValueError, match="it has .*, this run .*; allowed: the same"):
             side_by_side.resumed(second | change, first)
 
@@ -1155,6 +1176,12 @@ def test_options_compute_what_flex_attention_does(options, monkeypatch, tmp_path
     assert "| bias S | – | – | – | – | cupyflash: ValueError: softcap is 0" in capsys.readouterr().err
 
     monkeypatch.setattr(options.output, "gpu_of", lambda _: "another GPU")
+    for text in ("", "[]", "{}", "null", '{"rows": [], "commands": []}', '{"rows": {"alibi": {}}, "commands": []}'):
+        whole = output.read_text()
+        output.write_text(text)
+        assert code_of(options.main, [*words, "--only", "alibi"]) == 2 and output.read_text() == text
+        assert f"{output}: no result of options.py can be read there: " in capsys.readouterr().err
+        output.write_text(whole)
     assert code_of(options.main, [*words, "--only", "alibi"]) == 2
     assert "has gpu some GPU, this run another GPU; allowed: the same" in capsys.readouterr().err
 
